@@ -1,0 +1,109 @@
+"""Argument checks that both implementations share: they look at dtypes, shapes, strides and host values, never at what a tensor holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dsv4.types import ArgumentError
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e8m0": torch.float8_e8m0fnu,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+
+
+def tensor(name: str, value: object, dtypes: str | Sequence[str], shape: Sequence[str | int] | None = None) -> Tensor:
+    """Check that `value` is a tensor of one of `dtypes` (names of DTYPES) and of `shape`.
+
+    A shape entry that is a number must match; one that is a word names the dimension in the message; a first entry "..." allows any leading dimensions.
+    """
+    allowed = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
+    if not isinstance(value, Tensor):
+        raise ArgumentError(name, type(value).__name__, f"must be a tensor of {_either(allowed)}")
+    if value.dtype not in {DTYPES[dtype] for dtype in allowed}:
+        raise ArgumentError(name, str(value.dtype).removeprefix("torch."), f"must be {_either(allowed)}")
+    if shape is not None:
+        _check_shape(name, value, shape)
+    return value
+
+
+def _check_shape(name: str, value: Tensor, shape: Sequence[str | int]) -> None:
+    fixed = shape[1:] if shape[:1] == ["..."] or shape[:1] == ("...",) else shape
+    ranked = value.dim() >= len(fixed) if len(fixed) < len(shape) else value.dim() == len(fixed)
+    tail = tuple(value.shape)[value.dim() - len(fixed) :] if ranked else ()
+    if not ranked or any(isinstance(want, int) and have != want for have, want in zip(tail, fixed, strict=True)):
+        raise ArgumentError(name, f"shape {list(value.shape)}", f"must have shape [{', '.join(str(d) for d in shape)}]")
+
+
+def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two tensors are on one device."""
+    if value.device != other.device:
+        raise ArgumentError(name, f"a tensor on {value.device}", f"must be on the device of {other_name}, {other.device}")
+
+
+def choice(name: str, value: str, choices: type[Choice]) -> Choice:
+    """The member of a string enum that `value` names."""
+    try:
+        return choices(value)
+    except ValueError:
+        raise ArgumentError(name, repr(value), f"must be one of {', '.join(choices)}") from None
+
+
+def one_of(name: str, value: object, allowed: Collection[object]) -> None:
+    """Check that a host value is one of a few."""
+    if value not in allowed:
+        raise ArgumentError(name, repr(value), f"must be one of {', '.join(map(str, allowed))}")
+
+
+def at_least(name: str, value: int | float, least: int | float) -> None:
+    """Check a lower bound of a host number."""
+    if value < least:
+        raise ArgumentError(name, repr(value), f"must be at least {least}")
+
+
+def at_most(name: str, value: int | float, most: int | float) -> None:
+    """Check an upper bound of a host number."""
+    if value > most:
+        raise ArgumentError(name, repr(value), f"must be at most {most}")
+
+
+def power_of_two(name: str, value: int, least: int, most: int) -> None:
+    """Check that a host integer is a power of two within bounds."""
+    if value < least or value > most or value & (value - 1):
+        raise ArgumentError(name, repr(value), f"must be a power of two from {least} to {most}")
+
+
+def multiple(name: str, value: int, of: int, remedy: str = "") -> None:
+    """Check that a size is a multiple of another."""
+    if value % of:
+        raise ArgumentError(name, str(value), f"must be a multiple of {of}", remedy)
+
+
+def no_grad(**tensors: Tensor | None) -> None:
+    """Refuse tensors that would need a gradient: the fast path has none."""
+    if torch.is_grad_enabled():
+        for name, value in tensors.items():
+            if value is not None and value.requires_grad:
+                raise ArgumentError(
+                    name, "a tensor that requires grad", "the fast path has no backward", "Use dsv4.reference, or call under torch.no_grad()"
+                )
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]

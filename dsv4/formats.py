@@ -1,0 +1,126 @@
+"""Number formats, amax floors and scale layouts as frozen data: nothing here computes on tensors and nothing imports torch.
+
+Sources: spec A 0.3, 0.4, 8; spec M 9.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, Literal
+
+
+def fp32(value: float) -> float:
+    """The fp32 nearest to a Python float, as a Python float."""
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A small floating-point format. Bits from the top: sign (if any), exponent, mantissa."""
+
+    name: str
+    signed: bool
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    min_normal: float
+    min_subnormal: float
+    nan_codes: tuple[int, ...]
+    infinities: bool
+
+    @property
+    def codes(self) -> int:
+        """How many codes there are."""
+        return 1 << (int(self.signed) + self.exponent_bits + self.mantissa_bits)
+
+
+E4M3: Final = NumberFormat("e4m3", True, 4, 3, 7, 448.0, 2.0**-6, 2.0**-9, (0x7F, 0xFF), False)
+E5M2: Final = NumberFormat("e5m2", True, 5, 2, 15, 57344.0, 2.0**-14, 2.0**-16, (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF), True)
+E8M0: Final = NumberFormat("e8m0", False, 8, 0, 127, 2.0**127, 2.0**-127, 2.0**-127, (0xFF,), False)
+E2M1: Final = NumberFormat("e2m1", True, 2, 1, 1, 6.0, 1.0, 0.5, (), False)
+
+E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MIDPOINTS: Final = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+E8M0_NAN: Final = 0xFF
+E4M3_NAN: Final = 0x7F  # the code that every NaN encodes as, whatever its sign
+
+
+@dataclass(frozen=True)
+class AmaxFloor:
+    """What keeps the scale of an all-zero or tiny group away from zero.
+
+    `value` is an fp32 number. It bounds the group's largest magnitude (`bounds="amax"`) or the scale before it is rounded up (`bounds="scale"`).
+    `least_byte` gives, for FP8 and for FP4 codes, the smallest E8M0 byte that can result; None where the floor belongs to the other width.
+    """
+
+    name: str
+    value: float
+    bounds: Literal["amax", "scale"]
+    least_byte_fp8: int | None
+    least_byte_fp4: int | None
+    source: str
+    zero_byte_zeroes_codes: bool = False
+
+
+AMAX_FLOORS: Final[dict[str, AmaxFloor]] = {
+    floor.name: floor
+    for floor in (
+        AmaxFloor("official", fp32(1e-4), "amax", 105, 112, "act_quant of V4 and V4.1; DeepGEMM's host casts, also its FP4 one"),
+        AmaxFloor("sglang", fp32(1e-10), "amax", 85, None, "SGLang's per-token-group quantiser and MegaMoE pre-dispatch"),
+        AmaxFloor("sglang_packer", fp32(1e-8), "amax", 92, None, "SGLang's test packer"),
+        AmaxFloor("flashmla", fp32(1e-4), "scale", 114, 114, "FlashMLA's cache packer; SGLang's V4.1 store and FP4 index"),
+        AmaxFloor("none", 0.0, "amax", 0, 0, "no floor: a zero group gets byte 0, tiny values keep codes"),
+        AmaxFloor("flashinfer", 0.0, "amax", 0, None, "FlashInfer's mxfp8_quantize: no floor, and byte 0 zeroes the codes", True),
+        AmaxFloor("official_fp4", 6 * 2.0**-126, "amax", None, 1, "fp4_act_quant of V4 and V4.1; tile_kernels"),
+    )
+}
+FP4_E4M3_AMAX_FLOOR: Final = 6 * 2.0**-9  # the group of 16 with an E4M3 scale: keeps the scale at its smallest code, 2^-9
+
+
+@dataclass(frozen=True)
+class LayoutOfScales:
+    """A scale layout in words and numbers, for `rows` rows of `groups` scales. align(x, n) rounds x up to a multiple of n."""
+
+    name: str
+    dtype: str
+    shape: str
+    strides: str
+    pads: str
+    source: str
+
+
+SCALE_LAYOUTS: Final[dict[str, LayoutOfScales]] = {
+    layout.name: layout
+    for layout in (
+        LayoutOfScales("rows", "float8_e8m0fnu or float32", "[rows, groups]", "(groups, 1)", "none", "spec M 9.6"),
+        LayoutOfScales(
+            "packed",
+            "int32, group 4c in bits 0 to 7 of word c",
+            "[rows, ceil(groups/4)]",
+            "(1, align(rows, 4))",
+            "missing groups and words of rows past the last are zero",
+            "spec A 8.1",
+        ),
+        LayoutOfScales(
+            "128x4",
+            "int32, group 4c in bits 0 to 7 of word (.., c, .., ..)",
+            "[ceil(rows/128), ceil(groups/4), 32, 4]: row r lies at [r div 128, c, r mod 32, (r mod 128) div 32]",
+            "contiguous",
+            "missing groups and rows are zero",
+            "spec A 8.3, 8.4",
+        ),
+        LayoutOfScales("mn_major", "float32", "[rows, groups]", "(1, align(rows, 4))", "words of rows past the last are zero", "spec A 8.2"),
+    )
+}
+
+TMA_BYTES: Final = 16  # a column of packed or MN-major scales starts at a multiple of this
+TILE_ROWS: Final = 128  # rows of one 128x4 tile
+WORD_GROUPS: Final = 4  # groups in one packed word
+
+
+def align(value: int, multiple: int) -> int:
+    """`value` rounded up to a multiple."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,171 @@
+"""What both implementations share and nobody computes with: results, named options, errors.
+
+Options are string enums: a function that takes `scale_layout` accepts `ScaleLayout.PACKED` and `"packed"` alike.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ArgumentError(ValueError):
+    """A value that is wrong on the host: which argument, what it got, the limit, the way out."""
+
+    def __init__(self, argument: str, got: object, limit: str, remedy: str = "") -> None:
+        self.argument, self.got, self.limit, self.remedy = argument, got, limit, remedy
+        super().__init__(f"{argument}: got {got}; {limit}" + (f". {remedy}" if remedy else ""))
+
+
+class Unsupported(ArgumentError):
+    """Arguments that the function allows and the chosen implementation does not take."""
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend that was asked for by name and cannot run here: which, why, and how to get it."""
+
+    def __init__(self, backend: str, reason: str, remedy: str = "") -> None:
+        self.backend, self.reason, self.remedy = backend, reason, remedy
+        super().__init__(f"backend {backend!r}: {reason}" + (f". {remedy}" if remedy else ""))
+
+
+class Numerics(StrEnum):
+    """How the reference rounds."""
+
+    STATED = "stated"  # every rounding and quantiser of the specification
+    UNROUNDED = "unrounded"  # quantisers on, roundings off: the oracle of derived bounds
+    UNQUANTISED = "unquantised"  # neither
+
+
+class ScaleFormat(StrEnum):
+    """The number that scales a group."""
+
+    UE8M0 = "ue8m0"  # a power of two, rounded up, stored as its exponent byte
+    FP32 = "fp32"  # amax / 448 as it is
+
+
+class ScaleLayout(StrEnum):
+    """Where the scale of (row, group) lies. `dsv4.formats.SCALE_LAYOUTS` has the shapes and strides."""
+
+    ROWS = "rows"  # [rows, groups], row-major
+    PACKED = "packed"  # int32 words of four groups, column-major, columns aligned to 16 bytes (DeepGEMM)
+    SWIZZLED_128X4 = "128x4"  # int32 [row tiles, words, 32, 4] (FlashInfer, cuBLAS)
+    MN_MAJOR = "mn_major"  # fp32 [rows, groups], column-major, columns aligned to 16 bytes (DeepGEMM on SM90)
+
+
+class ScaleRounding(StrEnum):
+    """How a positive number becomes a power of two. Activation scales always use CEIL."""
+
+    CEIL = "ceil"  # never below the number: codes never saturate
+    FLOOR = "floor"  # the OCP MX rule: the largest values saturate
+    NEAREST = "nearest"  # what torch's own cast does, ties upward
+
+
+class ScaleDivision(StrEnum):
+    """How amax becomes a scale that is no power of two. The results can differ by an ulp."""
+
+    RECIPROCAL = "reciprocal"  # amax * fp32(1/limit)
+    DIVIDE = "divide"  # amax / limit, rounded once
+
+
+class Ties(StrEnum):
+    """Where a value halfway between two E2M1 magnitudes goes."""
+
+    EVEN = "even"  # to the code with an even mantissa bit
+    TOWARD_ZERO = "toward_zero"  # to the smaller magnitude: kernels that compare with a strict >
+
+
+class ZeroSign(StrEnum):
+    """What a negative value that rounds to zero becomes."""
+
+    KEPT = "kept"  # code 8, minus zero: what the hardware conversions do
+    CLEARED = "cleared"  # code 0: what DeepGEMM's host helper does
+
+
+class NibbleOrder(StrEnum):
+    """Which element of a pair lies in the low four bits of the byte."""
+
+    LOW_FIRST = "low_first"  # the even element: every DeepSeek checkpoint and kernel
+    HIGH_FIRST = "high_first"  # the odd element
+
+
+class QuantFormat(StrEnum):
+    """A quantiser, as one word: what `fake_quantize` takes."""
+
+    FP8 = "fp8"
+    MXFP4 = "mxfp4"
+    FP4_E4M3 = "fp4_e4m3"
+
+
+class Quantized(NamedTuple):
+    """Codes and the scales that multiply them."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class ScalePlacement(StrEnum):
+    """Who multiplies the routed experts' part by the routed scaling factor (spec M 1.7)."""
+
+    ROUTER = "router"  # the router's weights, as in the official code
+    OUTPUT = "output"  # the sum over the routed experts
+    DISPATCH = "dispatch"  # the weights, on the way into MegaMoE
+
+
+class SharedSlots(StrEnum):
+    """Where the ids of shared experts that run as extra routed slots lie (spec M 1.8)."""
+
+    NONE = "none"  # the shared expert runs apart
+    GLOBAL = "global"  # after all routed experts
+    HOME_RANK = "home_rank"  # after the routed experts of the token's own rank; every rank has a replica
+
+
+class DispatchAlgorithm(StrEnum):
+    """Which replica of a logical expert a row is sent to (spec M 2.3)."""
+
+    NONE = "none"  # ids stay logical
+    STATIC = "static"  # the rank's own table
+    DYNAMIC = "dynamic"  # a random word, modulo the number of replicas
+    ROW_MODULO = "row_modulo"  # (rank + 23333 row), modulo the number of replicas
+    ROW_INDEX = "row_index"  # row, modulo: every rank picks alike, as it must where all ranks see the same rows
+    PROBABILITY = "probability"  # a uniform number against a table of probabilities
+
+
+class Routed(NamedTuple):
+    """What a row is sent to: expert ids int32 [tokens, slots], -1 for none, and fp32 weights, 0 where the id is -1."""
+
+    ids: Tensor
+    weights: Tensor
+
+
+class RouteResult(NamedTuple):
+    """A whole routing step: `Routed`, and the load counters with these rows added."""
+
+    ids: Tensor
+    weights: Tensor
+    counts: Tensor | None
+
+
+class Placement(NamedTuple):
+    """Which physical expert slots hold which logical experts, in one layer (spec M 2.2). `make_placement` builds and checks it."""
+
+    physical_to_logical: Tensor  # int32 [physical], -1 for an empty slot
+    replicas: Tensor  # int32 [experts, most replicas], physical ids, padded with -1
+    counts: Tensor  # int32 [experts], replicas of each
+    rank_map: Tensor | None = None  # int32 [experts]: the replica that this rank uses, for the static algorithm
+
+
+class Rebalanced(NamedTuple):
+    """Placements of all layers, and how often a rank holds an expert that it has already."""
+
+    physical_to_logical: Tensor  # int32 [layers, physical]
+    replicas: Tensor  # int32 [layers, experts, most replicas], physical ids, padded with -1
+    counts: Tensor  # int32 [layers, experts]
+    duplicates: Tensor  # int32 [layers, ranks]: slots whose expert lies in an earlier slot of the rank
+
+    def layer(self, index: int, rank_map: Tensor | None = None) -> Placement:
+        """The placement of one layer."""
+        return Placement(self.physical_to_logical[index], self.replicas[index], self.counts[index], rank_map)
