@@ -31,7 +31,8 @@ DTYPES = {
 def tensor(name: str, value: object, dtypes: str | Sequence[str], shape: Sequence[str | int] | None = None) -> Tensor:
     """Check that `value` is a tensor of one of `dtypes` (names of DTYPES) and of `shape`.
 
-    A shape entry that is a number must match; one that is a word names the dimension in the message; a first entry "..." allows any leading dimensions.
+    A shape entry that is a number must match; one that is a word names the dimension in the message; a first entry "..." allows any
+    leading dimensions.
     """
     allowed = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
     if not isinstance(value, Tensor):
@@ -101,7 +102,10 @@ def no_grad(**tensors: Tensor | None) -> None:
         for name, value in tensors.items():
             if value is not None and value.requires_grad:
                 raise ArgumentError(
-                    name, "a tensor that requires grad", "the fast path has no backward", "Use dsv4.reference, or call under torch.no_grad()"
+                    name,
+                    "a tensor that requires grad",
+                    "the fast path has no backward",
+                    "Use dsv4.reference, or call under torch.no_grad()",
                 )
 
 

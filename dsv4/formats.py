@@ -52,8 +52,9 @@ E4M3_NAN: Final = 0x7F  # the code that every NaN encodes as, whatever its sign
 class AmaxFloor:
     """What keeps the scale of an all-zero or tiny group away from zero.
 
-    `value` is an fp32 number. It bounds the group's largest magnitude (`bounds="amax"`) or the scale before it is rounded up (`bounds="scale"`).
-    `least_byte` gives, for FP8 and for FP4 codes, the smallest E8M0 byte that can result; None where the floor belongs to the other width.
+    `value` is an fp32 number. It bounds the group's largest magnitude (`bounds="amax"`) or the scale before it is rounded up
+    (`bounds="scale"`). `least_byte_fp8` and `least_byte_fp4` give, for FP8 and for FP4 codes, the smallest E8M0 byte that can result; None
+    where the floor belongs to the other width.
     """
 
     name: str
@@ -112,7 +113,9 @@ SCALE_LAYOUTS: Final[dict[str, LayoutOfScales]] = {
             "missing groups and rows are zero",
             "spec A 8.3, 8.4",
         ),
-        LayoutOfScales("mn_major", "float32", "[rows, groups]", "(1, align(rows, 4))", "words of rows past the last are zero", "spec A 8.2"),
+        LayoutOfScales(
+            "mn_major", "float32", "[rows, groups]", "(1, align(rows, 4))", "words of rows past the last are zero", "spec A 8.2"
+        ),
     )
 }
 
