@@ -1,0 +1,11 @@
+"""The compiled twins of `dsv4.reference`: same functions, same results, chosen for the device at each call.
+
+`use()` demands a backend or a property, `backends()` lists what there is and why not, `explain()` says what one function would get,
+`warmup()` compiles and proves what a model needs before it serves.
+"""
+
+from dsv4.fast import codecs, quantization, scales
+from dsv4.fast.dispatch import BackendStatus, backends, explain, use
+from dsv4.fast.warmup import WarmupReport, warmup
+
+__all__ = ["BackendStatus", "WarmupReport", "backends", "codecs", "explain", "quantization", "scales", "use", "warmup"]

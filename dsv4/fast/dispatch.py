@@ -1,0 +1,354 @@
+"""Choosing an implementation, at the moment of the call, for the device of the tensors at hand.
+
+Each public function has a table of `Implementation` rows, best first. A row is *installed* or not, *usable on this device* or not,
+*supports these arguments* or not, and keeps what `use()` demands or not; every answer is a reason in words, and no reason means yes. An
+implementation asked for by name (the `impl` argument, `use()`, or DSV4_IMPL) either runs or raises; the default takes the first row that
+can run and says once, at INFO, what it passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from dsv4.fast import ops
+from dsv4.fast.adapters.library import Library
+from dsv4.types import ArgumentError, BackendUnavailable, Unsupported
+
+log = logging.getLogger("dsv4.fast")
+
+BACKENDS = ("triton", "deepgemm", "flashinfer", "flashmla", "inductor", "eager")
+
+
+class Device(NamedTuple):
+    """What a row may ask of a device: its kind and, on CUDA, the compute capability."""
+
+    kind: str
+    capability: tuple[int, int] = (0, 0)
+
+    def __str__(self) -> str:
+        return f"SM{self.capability[0]}{self.capability[1]}" if self.kind == "cuda" else self.kind
+
+
+def describe(device: torch.device) -> Device:
+    """Kind and capability of one device; asked per call, since two cards of one process may differ."""
+    return Device("cuda", torch.cuda.get_device_capability(device)) if device.type == "cuda" else Device(device.type)
+
+
+Reason = str | None
+DeviceRule = Callable[[Device], Reason]
+ArgumentRule = Callable[[Mapping[str, Any]], Reason]
+
+
+def any_device(_: Device) -> Reason:
+    """Runs wherever torch does."""
+    return None
+
+
+def any_arguments(_: Mapping[str, Any]) -> Reason:
+    """Takes every argument that the function takes."""
+    return None
+
+
+def cuda_from(major: int, minor: int = 0) -> DeviceRule:
+    """CUDA devices of at least this compute capability."""
+
+    def rule(device: Device) -> Reason:
+        fits = device.kind == "cuda" and device.capability >= (major, minor)
+        return None if fits else f"wants a CUDA device of capability {major}.{minor} or newer, this is {device}"
+
+    return rule
+
+
+def cuda_of(*majors: int) -> DeviceRule:
+    """CUDA devices whose capability has one of these major numbers."""
+
+    def rule(device: Device) -> Reason:
+        wanted = " or ".join(f"{major}.x" for major in majors)
+        return (
+            None
+            if device.kind == "cuda" and device.capability[0] in majors
+            else f"wants a CUDA device of capability {wanted}, this is {device}"
+        )
+
+    return rule
+
+
+def cuda_exactly(*capabilities: tuple[int, int]) -> DeviceRule:
+    """CUDA devices of one of these capabilities: for a library that faults on a relative of the devices it knows."""
+
+    def rule(device: Device) -> Reason:
+        wanted = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+        known = device.kind == "cuda" and device.capability in capabilities
+        return None if known else f"wants a CUDA device of capability {wanted}, this is {device}"
+
+    return rule
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run a function. `call` takes the operator's arguments in order, without `impl`."""
+
+    backend: str
+    device: DeviceRule
+    arguments: ArgumentRule
+    call: Callable[..., Any]
+    deterministic: bool = True
+    batch_invariant: bool = True
+    graph_safe: bool = True
+    library: Library | None = None  # the third-party library behind it
+    symbol: str = ""  # the function of that library that must have proved itself
+    verified: tuple[str, ...] = ("cpu", "SM90")  # devices on which the parity suite has passed
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What `use()` has in force: backends by component or function ("" for all), and properties that an implementation must have."""
+
+    impl: Mapping[str, str] = field(default_factory=dict)
+    batch_invariant: bool = False
+    deterministic: bool = False
+
+
+NO_DEMANDS = Demands()
+_demands: ContextVar[Demands] = ContextVar("dsv4_demands", default=NO_DEMANDS)
+TABLES: dict[str, tuple[Implementation, ...]] = {}
+_said: set[tuple[str, str]] = set()
+
+
+@contextmanager
+def use(
+    impl: str | Mapping[str, str] | None = None, *, batch_invariant: bool | None = None, deterministic: bool | None = None
+) -> Iterator[None]:
+    """Demand a backend, or properties, of every call inside the `with` block.
+
+    Args:
+        impl: one backend ("triton") for every function that has it, the others keep their default; or a mapping from component
+            ("routing") or function ("attention.sparse_attention") to backend.
+        batch_invariant: refuse implementations whose rows depend on the batch around them.
+        deterministic: refuse implementations whose bits may differ from run to run.
+
+    Raises:
+        ArgumentError: a backend or component that does not exist.
+    """
+    outer = _demands.get()
+    chosen = {"": impl} if isinstance(impl, str) else dict(impl or {})
+    _check_choice("impl", chosen)
+    token = _demands.set(
+        Demands(
+            {**outer.impl, **chosen},
+            outer.batch_invariant if batch_invariant is None else batch_invariant,
+            outer.deterministic if deterministic is None else deterministic,
+        )
+    )
+    try:
+        yield
+    finally:
+        _demands.reset(token)
+
+
+def register(function: str, *rows: Implementation) -> None:
+    """Give a public function ("component.function", whose operator is dsv4::function) its table, best row first."""
+    TABLES[function] = rows
+    name = function.partition(".")[2]
+    names = ops.argument_names(name)
+
+    def run(*arguments: Any, impl: str | None = None) -> Any:
+        values = dict(zip(names, arguments, strict=False))
+        impl = values.pop("impl", impl)
+        device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
+        return resolve(function, device, values, impl).call(*values.values())
+
+    ops.implement(name, run)
+
+
+def resolve(function: str, device: torch.device, arguments: Mapping[str, Any], impl: str | None = None) -> Implementation:
+    """The implementation that a call gets.
+
+    Raises:
+        ArgumentError: `impl` names no backend of this function.
+        BackendUnavailable: the backend asked for is not installed, not usable on this device, or lacks a property that `use()` demands.
+        Unsupported: the backend asked for does not take these arguments.
+    """
+    rows = TABLES[function]
+    wanted = impl or _wanted(function)
+    if wanted is None:
+        return _default(function, rows, device, arguments)
+    row = next((row for row in rows if row.backend == wanted), None)
+    if row is None:
+        raise ArgumentError("impl", repr(wanted), f"{function} has {', '.join(row.backend for row in rows)}")
+    here = unusable(row, device)
+    if here is not None:
+        installable = row.library is not None and row.device(describe(device)) is None
+        raise BackendUnavailable(wanted, f"{function}: {here}", row.library.remedy() if row.library and installable else "")
+    if (reason := row.arguments(arguments)) is not None:
+        raise Unsupported("impl", repr(wanted), f"{function}: {reason}", "Leave impl out to let dsv4 choose")
+    return row
+
+
+def unusable(row: Implementation, device: torch.device, *, prove: bool = True) -> Reason:
+    """Why a row cannot run on a device under the demands in force; None if it can. `prove=False` tries nothing and trusts the untried."""
+    demands = _demands.get()
+    if demands.batch_invariant and not row.batch_invariant:
+        return "is not batch-invariant, which use(batch_invariant=True) demands"
+    if demands.deterministic and not row.deterministic:
+        return "is not deterministic, which use(deterministic=True) demands"
+    described = describe(device)
+    if (reason := row.device(described)) is not None:
+        return reason
+    if row.backend in ("triton", "inductor") and (reason := _toolchain(row.backend, described.kind)) is not None:
+        return reason
+    if row.library is None:
+        return None
+    if (reason := row.library.missing() or row.library.lacks(row.symbol)) is not None:
+        return reason
+    if prove:
+        return row.library.disproved(row.symbol, device)
+    known = row.library.recalled(row.symbol, device)
+    return None if known is None else known.wrong
+
+
+def _default(function: str, rows: tuple[Implementation, ...], device: torch.device, arguments: Mapping[str, Any]) -> Implementation:
+    for row in rows:
+        reason = row.arguments(arguments) or unusable(row, device)
+        if reason is None:
+            return row
+        if row.device(describe(device)) is None and (function, row.backend) not in _said:
+            _said.add((function, row.backend))
+            log.info("%s: passing over %s: %s", function, row.backend, reason)
+    reasons = "; ".join(f"{row.backend}: {row.arguments(arguments) or unusable(row, device)}" for row in rows)
+    raise BackendUnavailable("default", f"nothing can run {function} on {describe(device)} ({reasons})")
+
+
+def _wanted(function: str) -> str | None:
+    component = function.partition(".")[0]
+    for chosen in (_demands.get().impl, _from_environment(os.environ.get("DSV4_IMPL", ""))):
+        for key in (function, function.rstrip("_"), component):  # an in-place operator follows the function that it belongs to
+            if key in chosen:
+                return chosen[key]
+        everywhere = chosen.get("")
+        if everywhere is not None and any(row.backend == everywhere for row in TABLES[function]):
+            return everywhere
+    return None
+
+
+@cache
+def _from_environment(text: str) -> Mapping[str, str]:
+    pairs = [entry.partition("=") for entry in text.split(",") if entry]
+    chosen = {key.strip() if equals else "": value.strip() if equals else key.strip() for key, equals, value in pairs}
+    _check_choice("DSV4_IMPL", chosen)
+    return chosen
+
+
+def _check_choice(argument: str, chosen: Mapping[str, str]) -> None:
+    known = {"", *TABLES, *(function.partition(".")[0] for function in TABLES)}
+    for key, backend in chosen.items():
+        if key not in known:
+            raise ArgumentError(argument, repr(key), f"must name a component or function of dsv4.fast: {', '.join(sorted(known - {''}))}")
+        if backend not in BACKENDS:
+            raise ArgumentError(argument, repr(backend), f"must be one of {', '.join(BACKENDS)}")
+
+
+@cache
+def _toolchain(backend: str, kind: str) -> Reason:
+    if backend == "inductor" and kind == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except (exc.InvalidCxxCompiler, RuntimeError):
+            return "no C++ compiler found; install g++, or use impl='eager'"
+        return None
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed"
+    return None
+
+
+class BackendStatus(NamedTuple):
+    """One row of `backends()`."""
+
+    function: str
+    backend: str
+    version: str
+    device: str
+    usable: bool
+    reason: str
+    deterministic: bool
+    batch_invariant: bool
+    graph_safe: bool
+    verified: bool
+    tried: bool = True  # False: a library's function that has proved nothing here yet, and counts as usable until it has
+
+
+def backends(device: torch.device | str | None = None, *, prove: bool = False) -> list[BackendStatus]:
+    """Every implementation of every function, and whether it can run on a device.
+
+    The device defaults to the current CUDA device if there is one, else the CPU.
+
+    `prove` tries third-party functions on their small known case, which may compile for minutes; otherwise answers of earlier proofs count,
+    and an untried function counts as usable.
+    """
+    where = default_device(device)
+    return [_status(function, row, where, prove) for function, rows in sorted(TABLES.items()) for row in rows]
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _status(function: str, row: Implementation, device: torch.device, prove: bool) -> BackendStatus:
+    reason = unusable(row, device, prove=prove)
+    version = row.library.version() if row.library else _own_version(row.backend)
+    where = str(describe(device))
+    verified = where in row.verified
+    tried = reason is not None or row.library is None or row.library.recalled(row.symbol, device) is not None
+    words = [reason] if reason else []
+    if not tried:
+        words.append(f"not tried yet: {row.symbol} proves itself in `dsv4 doctor`, in warmup, or at its first call")
+    if reason is None and not verified:
+        words.append(f"not verified on {where}: written from the library's signatures, never run there")
+    flags = row.deterministic, row.batch_invariant, row.graph_safe
+    return BackendStatus(function, row.backend, version, where, reason is None, "; ".join(words), *flags, verified, tried)
+
+
+@cache
+def _own_version(backend: str) -> str:
+    if backend == "triton":
+        try:
+            import triton
+        except ImportError:
+            return ""
+        return f"triton {triton.__version__}"
+    return f"torch {torch.__version__}"
+
+
+def explain(function: str, device: torch.device | str | None = None) -> str:
+    """In words: what a function ("quantization.quantize_fp8") would run on a device, and why not the other implementations.
+
+    Nothing is tried or compiled: a third-party function that has not proved itself yet is said to be untried.
+    """
+    if function not in TABLES:
+        raise ArgumentError("function", repr(function), f"must be one of {', '.join(sorted(TABLES))}")
+    where = default_device(device)
+    wanted = _wanted(function)
+    lines = [f"{function} on {describe(where)}" + (f", {wanted} demanded" if wanted else "")]
+    chosen = False
+    for row in TABLES[function]:
+        status = _status(function, row, where, False)
+        first = status.usable and status.tried and not chosen and wanted in (None, row.backend)
+        chosen = chosen or first
+        answer = "chosen" if first else "no" if not status.usable else "usable" if status.tried else "untried"
+        lines.append(f"  {row.backend:<10} {answer}{': ' + status.reason if status.reason else ''}")
+    return "\n".join(lines)

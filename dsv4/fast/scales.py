@@ -1,0 +1,397 @@
+"""Where the scales of a tensor lie in memory: the compiled twin of `dsv4.reference.scales`.
+
+No layout takes a packed word apart, so all functions here are one: int32 words move from a source to a target (`dsv4.fast.scale_words`).
+Row-major E8M0 bytes are read as words where their strides allow it and are copied once into whole words where not. Source: spec A 8,
+M 9.6 and 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4 import checks
+from dsv4.fast import dispatch, ops, scale_words
+from dsv4.fast.adapters import deepgemm, flashinfer
+from dsv4.fast.codecs import e8m0_bits
+from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
+from dsv4.fast.scale_words import HOPPER_ROWS, TMA_WORDS
+from dsv4.formats import TILE_ROWS, WORD_GROUPS, align
+from dsv4.types import ArgumentError, ScaleLayout
+
+__all__ = [
+    "align_mn_major",
+    "interleave_hopper_fp4",
+    "pack_ue8m0",
+    "packed_from_128x4",
+    "packed_to_128x4",
+    "restride_rows",
+    "swizzle_128x4",
+    "unpack_ue8m0",
+    "unswizzle_128x4",
+    "utccp_rows",
+    "zero_pad_rows",
+]
+
+
+def _empty_packed(like: Tensor, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """[..., rows, words] with the strides of packed and MN-major scales."""
+    *batch, rows, words = shape
+    return like.new_empty((*batch, words, align(rows, TMA_WORDS)), dtype=dtype).transpose(-1, -2)[..., :rows, :]
+
+
+def _words_in(groups: int) -> int:
+    return align(groups, WORD_GROUPS) // WORD_GROUPS
+
+
+def _tiles_in(rows: int) -> int:
+    return align(rows, TILE_ROWS) // TILE_ROWS
+
+
+def _operator(name: str, schema: str, fake: Callable[..., Any], *libraries: Implementation) -> None:
+    """Define dsv4::name; its implementations are `scale_words.name` by each way to move words, and what libraries have."""
+    body = getattr(scale_words, name)
+    by_triton = scale_words.zero_pad_rows_by_triton_ if name == "zero_pad_rows_" else partial(body, scale_words.triton)
+    ops.define(name, schema, fake)
+    dispatch.register(
+        f"scales.{name}",
+        Implementation("triton", cuda_from(8, 0), any_arguments, by_triton),
+        *libraries,
+        Implementation("eager", any_device, any_arguments, partial(body, scale_words.eager)),
+        Implementation("inductor", any_device, any_arguments, partial(body, scale_words.compiled)),
+    )
+
+
+_operator(
+    "pack_ue8m0",
+    "(Tensor scales) -> Tensor",
+    lambda scales, impl=None: _empty_packed(scales, *scales.shape[:-1], _words_in(scales.shape[-1])),
+    Implementation(
+        "deepgemm", deepgemm.DEVICES, deepgemm.whole_columns, deepgemm.pack_ue8m0, library=deepgemm.LIBRARY, symbol=deepgemm.PACK
+    ),
+)
+_operator(
+    "unpack_ue8m0",
+    "(Tensor packed, SymInt groups) -> Tensor",
+    lambda packed, groups, impl=None: packed.new_empty((*packed.shape[:-1], groups), dtype=torch.uint8),
+)
+_operator(
+    "align_mn_major",
+    "(Tensor scales) -> Tensor",
+    lambda scales, impl=None: _empty_packed(scales, *scales.shape, dtype=torch.float32),
+    Implementation(
+        "deepgemm", deepgemm.DEVICES, deepgemm.whole_columns, deepgemm.align_mn_major, library=deepgemm.LIBRARY, symbol=deepgemm.ALIGN
+    ),
+)
+_operator(
+    "swizzle_128x4",
+    "(Tensor scales) -> Tensor",
+    lambda scales, impl=None: scales.new_empty(
+        (*scales.shape[:-2], _tiles_in(scales.shape[-2]), _words_in(scales.shape[-1]), 32, 4), dtype=torch.int32
+    ),
+    Implementation(
+        "flashinfer",
+        cuda_from(9, 0),
+        flashinfer.one_batch,
+        flashinfer.swizzle_128x4,
+        library=flashinfer.LIBRARY,
+        symbol=flashinfer.INTERLEAVE,
+    ),
+)
+_operator(
+    "unswizzle_128x4",
+    "(Tensor swizzled, SymInt rows, SymInt groups) -> Tensor",
+    lambda swizzled, rows, groups, impl=None: swizzled.new_empty((*swizzled.shape[:-4], rows, groups), dtype=torch.uint8),
+)
+_operator(
+    "packed_to_128x4",
+    "(Tensor packed) -> Tensor",
+    lambda packed, impl=None: packed.new_empty((_tiles_in(packed.shape[0]), packed.shape[1], 32, 4)),
+)
+_operator(
+    "packed_from_128x4",
+    "(Tensor swizzled, SymInt rows) -> Tensor",
+    lambda swizzled, rows, impl=None: _empty_packed(swizzled, rows, swizzled.shape[1]),
+)
+_operator(
+    "zero_pad_rows",
+    "(Tensor scales, SymInt live_rows, Tensor? live, str scale_layout) -> Tensor",
+    lambda scales, live_rows, live, scale_layout, impl=None: (
+        _empty_packed(scales, *scales.shape) if scale_layout == "packed" else scales.new_empty(scales.shape)
+    ),
+)
+_operator(
+    "zero_pad_rows_",
+    "(Tensor(a!) scales, SymInt live_rows, Tensor? live, str scale_layout) -> ()",
+    lambda scales, live_rows, live, scale_layout, impl=None: None,
+)
+_operator(
+    "restride_rows", "(Tensor packed, SymInt rows) -> Tensor", lambda packed, rows, impl=None: _empty_packed(packed, rows, packed.shape[1])
+)
+_operator("utccp_rows", "(Tensor packed) -> Tensor", lambda packed, impl=None: _empty_packed(packed, *packed.shape))
+_operator(
+    "interleave_hopper_fp4",
+    "(Tensor scales) -> Tensor",
+    lambda scales, impl=None: scales.new_empty((scales.shape[0], scales.shape[1] // HOPPER_ROWS, scales.shape[2] // WORD_GROUPS, 16, 16)),
+)
+
+
+def pack_ue8m0(scales: Tensor, *, impl: str | None = None) -> Tensor:
+    """Row-major E8M0 scales to DeepGEMM's packed words (spec A 8.1).
+
+    Args:
+        scales: [..., rows, groups], e8m0 or uint8 (its bits), any strides.
+        impl: a backend to insist on.
+
+    Returns:
+        int32 [..., rows, ceil(groups/4)] with strides (..., 1, align(rows, 4)); pad words are zero.
+
+    Raises:
+        ArgumentError: another dtype.
+        BackendUnavailable, Unsupported: `impl` cannot run here, or not on these arguments.
+    """
+    return _op("pack_ue8m0", _bits("scales", scales), impl)
+
+
+def unpack_ue8m0(packed: Tensor, groups: int, *, impl: str | None = None) -> Tensor:
+    """The inverse of `pack_ue8m0`.
+
+    Args:
+        packed: [..., rows, ceil(groups/4)], int32, any strides.
+        groups: scales in a row.
+        impl: a backend to insist on.
+
+    Returns:
+        e8m0 [..., rows, groups], contiguous.
+
+    Raises:
+        ArgumentError: a number of groups that does not belong to the number of words.
+    """
+    checks.tensor("packed", packed, "int32", ("...", "rows", "words"))
+    checks.at_least("groups", groups, 0)
+    words = packed.shape[-1]
+    if align(groups, WORD_GROUPS) != words * WORD_GROUPS:
+        raise ArgumentError("groups", str(groups), f"{words} words hold {max(0, 4 * words - 3)} to {4 * words} groups")
+    return _op("unpack_ue8m0", packed, groups, impl).view(torch.float8_e8m0fnu)
+
+
+def align_mn_major(scales: Tensor, *, impl: str | None = None) -> Tensor:
+    """fp32 scales with the strides that DeepGEMM reads on SM90 (spec A 8.2).
+
+    Args:
+        scales: [..., rows, groups], fp32, any strides.
+        impl: a backend to insist on.
+
+    Returns:
+        fp32, the same shape and bits, strides (..., 1, align(rows, 4)); pad words are zero.
+
+    Raises:
+        ArgumentError: another dtype, or a tensor that requires grad.
+    """
+    checks.tensor("scales", scales, "fp32", ("...", "rows", "groups"))
+    checks.no_grad(scales=scales)
+    return _op("align_mn_major", scales, impl)
+
+
+def swizzle_128x4(scales: Tensor, *, impl: str | None = None) -> Tensor:
+    """Row-major E8M0 scales to 128x4 tiles (spec A 8.3, 8.4).
+
+    Args:
+        scales: [..., rows, groups], e8m0 or uint8 (its bits), any strides.
+        impl: a backend to insist on.
+
+    Returns:
+        int32 [..., ceil(rows/128), ceil(groups/4), 32, 4], contiguous, pads zero; its flat uint8 view is FlashInfer's buffer.
+
+    Raises:
+        ArgumentError: another dtype.
+    """
+    return _op("swizzle_128x4", _bits("scales", scales), impl)
+
+
+def unswizzle_128x4(swizzled: Tensor, rows: int, groups: int, *, impl: str | None = None) -> Tensor:
+    """The inverse of `swizzle_128x4`.
+
+    Args:
+        swizzled: [..., ceil(rows/128), ceil(groups/4), 32, 4], int32; or FlashInfer's buffer,
+            uint8 [ceil(rows/128) * 512 * ceil(groups/4)].
+        rows: rows without pads.
+        groups: scales in a row, without pads.
+        impl: a backend to insist on.
+
+    Returns:
+        e8m0 [..., rows, groups], contiguous.
+
+    Raises:
+        ArgumentError: sizes that do not belong together.
+    """
+    checks.tensor("swizzled", swizzled, ("int32", "uint8"))
+    checks.at_least("rows", rows, 0)
+    checks.at_least("groups", groups, 0)
+    tiles, words = align(rows, TILE_ROWS) // TILE_ROWS, align(groups, WORD_GROUPS) // WORD_GROUPS
+    if swizzled.dtype == torch.uint8:
+        checks.tensor("swizzled", swizzled, "uint8", (tiles * 512 * words,))
+    else:
+        checks.tensor("swizzled", swizzled, "int32", ("...", tiles, words, 32, 4))
+    return _op("unswizzle_128x4", swizzled, rows, groups, impl).view(torch.float8_e8m0fnu)
+
+
+def packed_to_128x4(packed: Tensor, *, impl: str | None = None) -> Tensor:
+    """Packed words to 128x4 tiles: a permutation of words and zero rows (spec A 8.4).
+
+    Args:
+        packed: [rows, words], int32, any strides.
+        impl: a backend to insist on.
+
+    Returns:
+        int32 [ceil(rows/128), words, 32, 4], contiguous.
+
+    Raises:
+        ArgumentError: another dtype or rank.
+    """
+    checks.tensor("packed", packed, "int32", ("rows", "words"))
+    return _op("packed_to_128x4", packed, impl)
+
+
+def packed_from_128x4(swizzled: Tensor, rows: int, *, impl: str | None = None) -> Tensor:
+    """128x4 tiles to packed words.
+
+    Args:
+        swizzled: [ceil(rows/128), words, 32, 4], int32.
+        rows: rows without pads.
+        impl: a backend to insist on.
+
+    Returns:
+        int32 [rows, words] with strides (1, align(rows, 4)); pad words are zero.
+
+    Raises:
+        ArgumentError: rows that do not belong to the number of tiles.
+    """
+    checks.at_least("rows", rows, 0)
+    checks.tensor("swizzled", swizzled, "int32", (align(rows, TILE_ROWS) // TILE_ROWS, "words", 32, 4))
+    return _op("packed_from_128x4", swizzled, rows, impl)
+
+
+def zero_pad_rows(
+    scales: Tensor, live_rows: int | Tensor, *, scale_layout: ScaleLayout | str, out: Tensor | None = None, impl: str | None = None
+) -> Tensor:
+    """Scales whose rows from `live_rows` on are zero, with the pads of the layout.
+
+    Args:
+        scales: int32, packed [rows, words] of any strides, or 128x4 [tiles, words, 32, 4] (then rows = 128 tiles).
+        live_rows: rows to keep, 0 to rows; an int, or an int32 or int64 tensor of one element on the device of the scales.
+        scale_layout: packed or 128x4.
+        out: where to put the result, of its shape and strides; `scales` itself to zero in place. Pad words behind its columns are written
+            as far as its storage holds them.
+        impl: a backend to insist on.
+
+    Returns:
+        int32, the same shape, in the strides of the layout; `out` if given.
+
+    Raises:
+        ArgumentError: another layout, an int out of range, or an `out` of another shape or strides. A tensor of live rows is not looked
+            at: out of range it counts as the nearest bound.
+    """
+    layout = checks.choice("scale_layout", scale_layout, ScaleLayout)
+    checks.one_of("scale_layout", str(layout), (ScaleLayout.PACKED, ScaleLayout.SWIZZLED_128X4))
+    packed = layout is ScaleLayout.PACKED
+    checks.tensor("scales", scales, "int32", ("rows", "words") if packed else ("tiles", "words", 32, 4))
+    rows = scales.shape[0] if packed else scales.shape[0] * TILE_ROWS
+    live = _check_live_rows(live_rows, rows, scales)
+    kept = rows if isinstance(live_rows, Tensor) else live_rows
+    if out is None:
+        return _op("zero_pad_rows", scales, kept, live, str(layout), impl)
+    _check_out(out, scales, packed)
+    if out is not scales:
+        out.copy_(scales)
+    torch.ops.dsv4.zero_pad_rows_(out, kept, live, str(layout), impl)
+    return out
+
+
+def restride_rows(packed: Tensor, rows: int, *, impl: str | None = None) -> Tensor:
+    """Packed scales of n rows as packed scales of more rows, the new ones zero: the column stride depends on the row count.
+
+    Args:
+        packed: [n, words], int32, any strides.
+        rows: rows of the result, at least n.
+        impl: a backend to insist on.
+
+    Returns:
+        int32 [rows, words] with strides (1, align(rows, 4)); rows from n on and pad words are zero.
+
+    Raises:
+        ArgumentError: fewer rows than there are.
+    """
+    checks.tensor("packed", packed, "int32", ("n", "words"))
+    checks.at_least("rows", rows, packed.shape[0])
+    return _op("restride_rows", packed, rows, impl)
+
+
+def utccp_rows(packed: Tensor, *, impl: str | None = None) -> Tensor:
+    """Packed scales with the rows of each 128-row page transposed: row m of a page goes to row 4 (m mod 32) + m div 32.
+
+    Args:
+        packed: [rows, words], int32, any strides, rows a multiple of 128.
+        impl: a backend to insist on.
+
+    Returns:
+        int32 [rows, words] with strides (1, rows).
+
+    Raises:
+        ArgumentError: another number of rows.
+    """
+    checks.tensor("packed", packed, "int32", ("rows", "words"))
+    checks.multiple("packed", packed.shape[0], TILE_ROWS, "It counts rows: restride_rows adds zero rows")
+    return _op("utccp_rows", packed, impl)
+
+
+def interleave_hopper_fp4(scales: Tensor, *, impl: str | None = None) -> Tensor:
+    """Expert scales in the order that FlashInfer's mixed-input product reads on SM90 (spec M 9.6).
+
+    Args:
+        scales: [experts, n, k/32], e8m0 or uint8 (its bits), n a multiple of 64, k of 128.
+        impl: a backend to insist on.
+
+    Returns:
+        uint8 [experts, n/64, k/128, 16, 16]: the scale of row 64 a + 16 b + c and group 4 d + e is at [a, d, c, 4 b + e].
+
+    Raises:
+        ArgumentError: other sizes.
+    """
+    bits = _bits("scales", scales, ("experts", "n", "k/32"))
+    checks.multiple("scales", scales.shape[1], HOPPER_ROWS, "n counts weight rows")
+    checks.multiple("scales", scales.shape[2], WORD_GROUPS, "k/32 counts groups of 32")
+    return _op("interleave_hopper_fp4", bits, impl)
+
+
+def _op(name: str, *arguments: Any) -> Tensor:
+    result: Tensor = getattr(torch.ops.dsv4, name)(*arguments)
+    return result
+
+
+def _bits(name: str, scales: Tensor, shape: tuple[str, ...] = ("...", "rows", "groups")) -> Tensor:
+    return checks.tensor(name, e8m0_bits(name, scales), "uint8", shape)
+
+
+def _check_live_rows(live_rows: int | Tensor, rows: int, scales: Tensor) -> Tensor | None:
+    if not isinstance(live_rows, Tensor):
+        checks.at_least("live_rows", live_rows, 0)
+        checks.at_most("live_rows", live_rows, rows)
+        return None
+    checks.tensor("live_rows", live_rows, ("int32", "int64"))
+    checks.same_device("live_rows", live_rows, "scales", scales)
+    if live_rows.dim() > 1 or live_rows.numel() != 1:
+        raise ArgumentError("live_rows", f"shape {list(live_rows.shape)}", "must have shape [] or [1]")
+    return live_rows.reshape(())
+
+
+def _check_out(out: Tensor, scales: Tensor, packed: bool) -> None:
+    checks.tensor("out", out, "int32", tuple(scales.shape))
+    checks.same_device("out", out, "scales", scales)
+    wanted = _empty_packed(scales, *scales.shape) if packed else scales.new_empty(scales.shape)
+    if any(have != want for size, have, want in zip(out.shape, out.stride(), wanted.stride(), strict=True) if size > 1):
+        raise ArgumentError("out", f"strides {out.stride()}", f"must have the strides of the layout, {wanted.stride()}", "Leave out out")
