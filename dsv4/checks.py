@@ -52,6 +52,27 @@ def _check_shape(name: str, value: Tensor, shape: Sequence[str | int]) -> None:
         raise ArgumentError(name, f"shape {list(value.shape)}", f"must have shape [{', '.join(str(d) for d in shape)}]")
 
 
+def e8m0_bits(name: str, codes: object, shape: Sequence[str | int] | None = None) -> Tensor:
+    """The bytes of E8M0 codes that came as e8m0 or as uint8; numbers are refused, for their bits would be taken for codes."""
+    if isinstance(codes, Tensor) and codes.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        got = str(codes.dtype).removeprefix("torch.")
+        raise ArgumentError(name, got, "must be e8m0 or uint8", "encode_e8m0 turns numbers into codes")
+    return tensor(name, codes, ("e8m0", "uint8"), shape).view(torch.uint8)
+
+
+def live_rows(value: int | Tensor, rows: int, name: str, other: Tensor) -> Tensor | None:
+    """Check a count of live rows: a host number from 0 to `rows` (None), or a tensor of one element on the device of `other`, as 0-d."""
+    if not isinstance(value, Tensor):
+        at_least("live_rows", value, 0)
+        at_most("live_rows", value, rows)
+        return None
+    tensor("live_rows", value, ("int32", "int64"))
+    same_device("live_rows", value, name, other)
+    if value.dim() > 1 or value.numel() != 1:
+        raise ArgumentError("live_rows", f"shape {list(value.shape)}", "must have shape [] or [1]")
+    return value.reshape(())
+
+
 def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Check that two tensors are on one device."""
     if value.device != other.device:

@@ -15,6 +15,7 @@ from torch import Tensor
 import dsv4.reference.quantization as reference
 from dsv4.fast import quantization  # noqa: F401
 from dsv4.fast.dispatch import TABLES
+from dsv4.reference.codecs import decode_e4m3, encode_e2m1
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -182,12 +183,27 @@ def test_kernels_compile_and_leave_e4m3_alone_where_there_is_none(capability: in
     scaling = {"KIND": "fp8", "DIVIDE": False, "ON_SCALE": False, "ZEROES": False, "NATIVE": native}
     tile = {"ROWS": 16, "GROUPS": 4, "GROUP": 128}
     groups = scaling | tile | {"TIES": "even", "ZERO_SIGN": "kept", "LAYOUT": "packed", "FAKE": False}
-    blocks = scaling | {"BLOCK_N": 128, "BLOCK_K": 128, "CHUNK_N": 64}
+    four = groups | {"KIND": "mxfp4"}
+    blocks = scaling | {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCKS": 1, "CHUNK_N": 128}
     decode = tile | {"GROUP_ROWS": 1, "NUMBERS": "e4m3", "SCALE": "ue8m0", "LAYOUT": "rows", "NATIVE": native}
+    tensors = {"x": "*bf16", "result": "*u8", "scales": "*u8"}
+    assert ("f16x2" in ptx(quantize_groups.quantize_tile, capability, tensors, four, {"floor": "fp32"})) == native
     for text in (
-        ptx(quantize_groups.quantize_tile, capability, {"x": "*bf16", "result": "*u8", "scales": "*u8"}, groups, {"floor": "fp32"}),
+        ptx(quantize_groups.quantize_tile, capability, tensors, groups, {"floor": "fp32"}),
         ptx(quantize_blocks.quantize_block, capability, {"weight": "*bf16", "codes": "*u8", "scales": "*u8"}, blocks, {"floor": "fp32"}),
         ptx(dequantize.dequantize_tile, capability, {"codes": "*u8", "scales": "*u8", "result": "*bf16"}, decode, {}),
     ):
         assert ("e4m3x2" in text) == native
         assert ".ftz" not in text  # subnormal numbers count
+
+
+@compiled
+def test_fp16_rounds_e2m1_quotients_of_bf16() -> None:
+    """What `codec_bits.pairs_e2m1` claims: every finite bf16 over every E4M3 scale, times 2^-14, through fp16 and an integer addition."""
+    x = torch.arange(65536).to(torch.int16).view(torch.bfloat16).float()
+    x = x[x.isfinite()]
+    for byte in range(1, 0x7F):
+        scale = decode_e4m3(torch.tensor([byte], dtype=torch.uint8))
+        half = (x * (2.0**-14 / scale)).clamp(-6 * 2.0**-14, 6 * 2.0**-14).half().view(torch.int16).int() & 0xFFFF
+        rounded = (half & 0x7FFF) + 0xFF + (half >> 9 & 1)
+        assert torch.equal((rounded >> 9 & 7 | half >> 12 & 8).to(torch.uint8), encode_e2m1(x / scale))

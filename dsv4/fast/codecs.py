@@ -17,7 +17,7 @@ from dsv4 import checks
 from dsv4.fast import bits, dispatch, ops
 from dsv4.fast.compiled import run_compiled, run_eagerly
 from dsv4.fast.dispatch import Implementation, any_arguments, any_device
-from dsv4.types import ArgumentError, NibbleOrder, ScaleRounding, Ties, ZeroSign
+from dsv4.types import NibbleOrder, ScaleRounding, Ties, ZeroSign
 
 __all__ = [
     "decode_e2m1",
@@ -73,7 +73,7 @@ def decode_e8m0(codes: Tensor, *, impl: str | None = None) -> Tensor:
     Raises:
         ArgumentError: another dtype; a float becomes a code through `encode_e8m0`.
     """
-    return _op("decode_e8m0", e8m0_bits("codes", codes), impl)
+    return _op("decode_e8m0", checks.e8m0_bits("codes", codes), impl)
 
 
 def decode_e2m1(codes: Tensor, *, impl: str | None = None) -> Tensor:
@@ -176,14 +176,6 @@ def unpack_fp4(packed: Tensor, *, order: NibbleOrder | str = NibbleOrder.LOW_FIR
     checks.tensor("packed", packed, ("uint8", "int8"), ("...", "n"))
     order = checks.choice("order", order, NibbleOrder)
     return _op("unpack_fp4", packed.view(torch.uint8), str(order), impl)
-
-
-def e8m0_bits(name: str, codes: object) -> Tensor:
-    """The bytes of E8M0 codes that came as e8m0 or as uint8; numbers are refused, for their bits would be taken for codes."""
-    if isinstance(codes, Tensor) and codes.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        got = str(codes.dtype).removeprefix("torch.")
-        raise ArgumentError(name, got, "must be e8m0 or uint8", "encode_e8m0 turns numbers into codes")
-    return checks.tensor(name, codes, ("e8m0", "uint8")).view(torch.uint8)
 
 
 def _op(name: str, *arguments: Any) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_library = torch.library.Library("dsv4", "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("dsv4", "DEF")
 _names: dict[str, tuple[str, ...]] = {}
 
 
@@ -20,14 +20,14 @@ def define(name: str, schema: str, fake: Callable[..., Any]) -> None:
     """Define dsv4::name with the arguments and results of `schema`; `fake` gives shapes, dtypes and strides of the results."""
     head, arrow, results = schema.partition("->")
     arguments = head.strip().removeprefix("(").removesuffix(")")
-    _library.define(f"{name}({arguments}, str? impl=None) {arrow} {results}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.define(f"{name}({arguments}, str? impl=None) {arrow} {results}", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"dsv4::{name}", fake, lib=_library)
     _names[name] = tuple(argument.name for argument in getattr(torch.ops.dsv4, name).default._schema.arguments)
 
 
 def implement(name: str, run: Callable[..., Any]) -> None:
     """Give a defined operator its implementation on every device."""
-    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, run, "CompositeExplicitAutograd")
 
 
 def argument_names(name: str) -> tuple[str, ...]:

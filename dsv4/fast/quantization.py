@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from dsv4 import checks
+from dsv4 import quantization_checks as check
 from dsv4.fast import quantization_ops  # noqa: F401
-from dsv4.formats import AMAX_FLOORS, TILE_ROWS, WORD_GROUPS
-from dsv4.types import ArgumentError, QuantFormat, Quantized, ScaleDivision, ScaleFormat, ScaleLayout, Ties, ZeroSign
+from dsv4.types import QuantFormat, Quantized, ScaleDivision, ScaleFormat, ScaleLayout, Ties, ZeroSign
 
 __all__ = ["dequantize", "fake_quantize", "quantize_fp4_e4m3", "quantize_fp8", "quantize_fp8_blocks", "quantize_mxfp4"]
 
-MAX_GROUP = 512
-FP8_FLOORS = [floor.name for floor in AMAX_FLOORS.values() if floor.least_byte_fp8 is not None]
-FP8_FLOORS_ABOVE_ZERO = [name for name in FP8_FLOORS if AMAX_FLOORS[name].value > 0]
-FP4_FLOORS = [floor.name for floor in AMAX_FLOORS.values() if floor.least_byte_fp4 is not None]
 SCALE_DTYPES = {"ue8m0": torch.float8_e8m0fnu, "fp32": torch.float32}
 
 
@@ -53,10 +49,9 @@ def quantize_fp8(
     Raises:
         ArgumentError: a wrong dtype, rank or size, options that exclude each other, or x that requires grad.
     """
-    _check_groups(x, group, 1)
-    scale, division = _check_fp8_scale(scale, amax_floor, division)
-    layout = checks.choice("scale_layout", scale_layout, ScaleLayout)
-    _check_layout(x, scale, layout)
+    check.groups(x, group, 1)
+    scale, _, division = check.fp8_scale(scale, amax_floor, division)
+    layout = check.layout(x, scale, scale_layout)
     checks.no_grad(x=x)
     codes, scales = torch.ops.dsv4.quantize_fp8(x, group, str(scale), str(layout), amax_floor, str(division), impl)
     bytes_of_rows = layout is ScaleLayout.ROWS and scale is ScaleFormat.UE8M0
@@ -86,8 +81,8 @@ def quantize_fp8_blocks(
         ArgumentError: a wrong dtype, rank or block, options that exclude each other, or a weight that requires grad.
     """
     checks.tensor("weight", weight, ("bf16", "fp32"), ("n", "k"))
-    _check_block("block", block)
-    scale, division = _check_fp8_scale(scale, amax_floor, division)
+    check.block("block", block)
+    scale, _, division = check.fp8_scale(scale, amax_floor, division)
     checks.no_grad(weight=weight)
     codes, scales = torch.ops.dsv4.quantize_fp8_blocks(weight, *block, str(scale), amax_floor, str(division), impl)
     return Quantized(codes.view(torch.float8_e4m3fn), scales.view(SCALE_DTYPES[scale]))
@@ -117,9 +112,9 @@ def quantize_mxfp4(
     Raises:
         ArgumentError: a wrong dtype, size or option, or x that requires grad.
     """
-    _check_groups(x, group, 2)
-    checks.one_of("amax_floor", amax_floor, FP4_FLOORS)
-    ties, zero_sign = checks.choice("ties", ties, Ties), checks.choice("zero_sign", zero_sign, ZeroSign)
+    check.groups(x, group, 2)
+    checks.one_of("amax_floor", amax_floor, check.FP4_FLOORS)
+    ties, zero_sign = check.fp4_rounding(ties, zero_sign)
     checks.no_grad(x=x)
     codes, scales = torch.ops.dsv4.quantize_mxfp4(x, group, amax_floor, str(ties), str(zero_sign), impl)
     return Quantized(codes, scales.view(torch.float8_e8m0fnu))
@@ -150,9 +145,9 @@ def quantize_fp4_e4m3(
     Raises:
         ArgumentError: a wrong dtype, size or option, or x that requires grad.
     """
-    _check_groups(x, group, 2)
+    check.groups(x, group, 2)
     division = checks.choice("division", division, ScaleDivision)
-    ties, zero_sign = checks.choice("ties", ties, Ties), checks.choice("zero_sign", zero_sign, ZeroSign)
+    ties, zero_sign = check.fp4_rounding(ties, zero_sign)
     checks.no_grad(x=x)
     codes, scales = torch.ops.dsv4.quantize_fp4_e4m3(x, group, str(division), str(ties), str(zero_sign), impl)
     return Quantized(codes, scales.view(torch.float8_e4m3fn))
@@ -188,9 +183,8 @@ def dequantize(
     checks.one_of("dtype", dtype, (torch.bfloat16, torch.float32))
     layout = checks.choice("scale_layout", scale_layout, ScaleLayout)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2 if fp4 else codes.shape[-1])
-    block = _check_group_of_codes(shape, group, layout, fp4)
-    _check_scales(scales, shape, block, layout, fp4)
-    checks.same_device("scales", scales, "codes", codes)
+    block = check.group_of_codes(shape, group, layout, fp4)
+    check.scales(codes, scales, shape, block, layout, fp4)
     checks.no_grad(codes=codes, scales=scales)
     names = {torch.float32: "fp32", torch.float8_e4m3fn: "e4m3"}
     kind = names.get(scales.dtype, "ue8m0")
@@ -229,80 +223,9 @@ def fake_quantize(
     Raises:
         ArgumentError: as the quantiser of the format.
     """
-    format = checks.choice("format", format, QuantFormat)
+    format, floor = check.fake(x, group, format, amax_floor)
     division = checks.choice("division", ScaleDivision.DIVIDE if division is None else division, ScaleDivision)
-    if format is QuantFormat.FP4_E4M3 and amax_floor is not None:
-        raise ArgumentError("amax_floor", repr(amax_floor), "must be None for fp4_e4m3, which has one floor")
-    _check_groups(x, group, 1 if format is QuantFormat.FP8 else 2)
-    floor = amax_floor or {QuantFormat.FP8: "official", QuantFormat.MXFP4: "official_fp4", QuantFormat.FP4_E4M3: ""}[format]
-    if format is not QuantFormat.FP4_E4M3:
-        checks.one_of("amax_floor", floor, FP8_FLOORS if format is QuantFormat.FP8 else FP4_FLOORS)
-    if format is not QuantFormat.FP8:
-        ties, zero_sign = checks.choice("ties", ties, Ties), checks.choice("zero_sign", zero_sign, ZeroSign)
+    ties, zero_sign = check.fp4_rounding(ties, zero_sign)
     checks.no_grad(x=x)
     result: Tensor = torch.ops.dsv4.fake_quantize(x, group, str(format), floor, str(ties), str(zero_sign), str(division), impl)
     return result
-
-
-def _check_groups(x: Tensor, group: int, least: int) -> None:
-    checks.tensor("x", x, ("bf16", "fp32"), ("...", "n"))
-    checks.power_of_two("group", group, least, MAX_GROUP)
-    checks.multiple("x", x.shape[-1], group, "n, the last size, is counted in groups: append zeros, or choose another group")
-
-
-def _check_block(name: str, block: object) -> None:
-    if not isinstance(block, tuple) or len(block) != 2:
-        raise ArgumentError(name, repr(block), "must be a pair: rows and columns of a block")
-    for side in block:
-        checks.power_of_two(name, side, 1, MAX_GROUP)
-
-
-def _check_fp8_scale(scale: ScaleFormat | str, amax_floor: str, division: ScaleDivision | str) -> tuple[ScaleFormat, ScaleDivision]:
-    scale = checks.choice("scale", scale, ScaleFormat)
-    checks.one_of("amax_floor", amax_floor, FP8_FLOORS)
-    if scale is ScaleFormat.FP32 and amax_floor not in FP8_FLOORS_ABOVE_ZERO:
-        limit = f"with fp32 scales must be one of {', '.join(FP8_FLOORS_ABOVE_ZERO)}"
-        raise ArgumentError("amax_floor", repr(amax_floor), limit, "Without a floor a zero group would divide zero by zero")
-    return scale, checks.choice("division", division, ScaleDivision)
-
-
-def _check_layout(x: Tensor, scale: ScaleFormat, layout: ScaleLayout) -> None:
-    if layout is ScaleLayout.ROWS:
-        return
-    if (layout is ScaleLayout.MN_MAJOR) != (scale is ScaleFormat.FP32):
-        allowed = "rows or mn_major" if scale is ScaleFormat.FP32 else "rows, packed or 128x4"
-        raise ArgumentError("scale_layout", repr(str(layout)), f"must be {allowed} with {scale} scales")
-    if x.dim() != 2:
-        raise ArgumentError("x", f"shape {list(x.shape)}", f"must have shape [rows, n] with the layout {layout}")
-
-
-def _check_group_of_codes(shape: tuple[int, ...], group: int | tuple[int, int], layout: ScaleLayout, fp4: bool) -> tuple[int, ...]:
-    """The group as a tuple: (group,) or (bn, bk)."""
-    if isinstance(group, tuple):
-        _check_block("group", group)
-        if len(shape) != 2:
-            raise ArgumentError("codes", f"{len(shape)} dimensions", "must have two with a block as group")
-    else:
-        checks.power_of_two("group", group, 2 if fp4 else 1, MAX_GROUP)
-        checks.multiple("codes", shape[-1], group, "The numbers in the last dimension are counted in groups")
-    if layout is not ScaleLayout.ROWS and (fp4 or isinstance(group, tuple) or len(shape) != 2):
-        raise ArgumentError(
-            "scale_layout", repr(str(layout)), "must be rows for FP4 codes, for blocks, and where codes are not of two dimensions"
-        )
-    return group if isinstance(group, tuple) else (group,)
-
-
-def _check_scales(scales: Tensor, shape: tuple[int, ...], block: tuple[int, ...], layout: ScaleLayout, fp4: bool) -> None:
-    if len(block) == 1:
-        grid = (*shape[:-1], shape[-1] // block[0])
-    else:
-        grid = tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
-    match layout:
-        case ScaleLayout.PACKED:
-            checks.tensor("scales", scales, "int32", (grid[0], -(-grid[1] // WORD_GROUPS)))
-        case ScaleLayout.SWIZZLED_128X4:
-            checks.tensor("scales", scales, "int32", (-(-grid[0] // TILE_ROWS), -(-grid[1] // WORD_GROUPS), 32, 4))
-        case ScaleLayout.MN_MAJOR:
-            checks.tensor("scales", scales, "fp32", grid)
-        case ScaleLayout.ROWS:
-            checks.tensor("scales", scales, ("e8m0", "uint8", "e4m3" if fp4 else "fp32"), grid)

@@ -17,7 +17,6 @@ from torch import Tensor
 from dsv4 import checks
 from dsv4.fast import dispatch, ops, scale_words
 from dsv4.fast.adapters import deepgemm, flashinfer
-from dsv4.fast.codecs import e8m0_bits
 from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
 from dsv4.fast.scale_words import HOPPER_ROWS, TMA_WORDS
 from dsv4.formats import TILE_ROWS, WORD_GROUPS, align
@@ -154,7 +153,7 @@ def pack_ue8m0(scales: Tensor, *, impl: str | None = None) -> Tensor:
         ArgumentError: another dtype.
         BackendUnavailable, Unsupported: `impl` cannot run here, or not on these arguments.
     """
-    return _op("pack_ue8m0", _bits("scales", scales), impl)
+    return _op("pack_ue8m0", checks.e8m0_bits("scales", scales, ("...", "rows", "groups")), impl)
 
 
 def unpack_ue8m0(packed: Tensor, groups: int, *, impl: str | None = None) -> Tensor:
@@ -210,7 +209,7 @@ def swizzle_128x4(scales: Tensor, *, impl: str | None = None) -> Tensor:
     Raises:
         ArgumentError: another dtype.
     """
-    return _op("swizzle_128x4", _bits("scales", scales), impl)
+    return _op("swizzle_128x4", checks.e8m0_bits("scales", scales, ("...", "rows", "groups")), impl)
 
 
 def unswizzle_128x4(swizzled: Tensor, rows: int, groups: int, *, impl: str | None = None) -> Tensor:
@@ -301,7 +300,7 @@ def zero_pad_rows(
     packed = layout is ScaleLayout.PACKED
     checks.tensor("scales", scales, "int32", ("rows", "words") if packed else ("tiles", "words", 32, 4))
     rows = scales.shape[0] if packed else scales.shape[0] * TILE_ROWS
-    live = _check_live_rows(live_rows, rows, scales)
+    live = checks.live_rows(live_rows, rows, "scales", scales)
     kept = rows if isinstance(live_rows, Tensor) else live_rows
     if out is None:
         return _op("zero_pad_rows", scales, kept, live, str(layout), impl)
@@ -362,7 +361,7 @@ def interleave_hopper_fp4(scales: Tensor, *, impl: str | None = None) -> Tensor:
     Raises:
         ArgumentError: other sizes.
     """
-    bits = _bits("scales", scales, ("experts", "n", "k/32"))
+    bits = checks.e8m0_bits("scales", scales, ("experts", "n", "k/32"))
     checks.multiple("scales", scales.shape[1], HOPPER_ROWS, "n counts weight rows")
     checks.multiple("scales", scales.shape[2], WORD_GROUPS, "k/32 counts groups of 32")
     return _op("interleave_hopper_fp4", bits, impl)
@@ -371,22 +370,6 @@ def interleave_hopper_fp4(scales: Tensor, *, impl: str | None = None) -> Tensor:
 def _op(name: str, *arguments: Any) -> Tensor:
     result: Tensor = getattr(torch.ops.dsv4, name)(*arguments)
     return result
-
-
-def _bits(name: str, scales: Tensor, shape: tuple[str, ...] = ("...", "rows", "groups")) -> Tensor:
-    return checks.tensor(name, e8m0_bits(name, scales), "uint8", shape)
-
-
-def _check_live_rows(live_rows: int | Tensor, rows: int, scales: Tensor) -> Tensor | None:
-    if not isinstance(live_rows, Tensor):
-        checks.at_least("live_rows", live_rows, 0)
-        checks.at_most("live_rows", live_rows, rows)
-        return None
-    checks.tensor("live_rows", live_rows, ("int32", "int64"))
-    checks.same_device("live_rows", live_rows, "scales", scales)
-    if live_rows.dim() > 1 or live_rows.numel() != 1:
-        raise ArgumentError("live_rows", f"shape {list(live_rows.shape)}", "must have shape [] or [1]")
-    return live_rows.reshape(())
 
 
 def _check_out(out: Tensor, scales: Tensor, packed: bool) -> None:

@@ -24,7 +24,6 @@ Specials: +-Inf saturates; every NaN encodes as E4M3 0x7F, E2M1 0 or E8M0 255; -
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf, nan
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from dsv4 import checks
 from dsv4.formats import E2M1, E4M3, E4M3_NAN, E5M2, E8M0, E8M0_NAN, NumberFormat
-from dsv4.types import ArgumentError, NibbleOrder, ScaleRounding, Ties, ZeroSign
+from dsv4.types import NibbleOrder, ScaleRounding, Ties, ZeroSign
 
 __all__ = [
     "decode_e2m1",
@@ -87,7 +86,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
     Raises:
         ArgumentError: another dtype; a float becomes a code through `encode_e8m0`.
     """
-    return _look_up((*_powers(), nan), e8m0_bits("codes", codes))
+    return _look_up((*_powers(), nan), checks.e8m0_bits("codes", codes))
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
@@ -195,14 +194,6 @@ def unpack_fp4(packed: Tensor, *, order: NibbleOrder | str = NibbleOrder.LOW_FIR
     bits = packed.view(torch.uint8)
     low, high = bits % 16, bits // 16
     return torch.stack((low, high) if order is NibbleOrder.LOW_FIRST else (high, low), -1).flatten(-2)
-
-
-def e8m0_bits(name: str, codes: object, shape: Sequence[str | int] | None = None) -> Tensor:
-    """The bytes of E8M0 codes that came as e8m0 or as uint8; numbers are refused, for their bits would be taken for codes."""
-    if isinstance(codes, Tensor) and codes.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        got = str(codes.dtype).removeprefix("torch.")
-        raise ArgumentError(name, got, "must be e8m0 or uint8", "encode_e8m0 turns numbers into codes")
-    return checks.tensor(name, codes, ("e8m0", "uint8"), shape).view(torch.uint8)
 
 
 @cache

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dsv4 import checks
+from dsv4 import quantization_checks as check
 from dsv4.formats import AMAX_FLOORS, E2M1, E4M3, E8M0, E8M0_NAN, FP4_E4M3_AMAX_FLOOR, AmaxFloor, align, fp32
 from dsv4.reference.codecs import (
     decode_e2m1,
@@ -43,14 +44,9 @@ from dsv4.reference.codecs import (
 )
 from dsv4.reference.numerics import current_numerics, quantiser_step
 from dsv4.reference.scales import align_mn_major, pack_ue8m0, swizzle_128x4, unpack_ue8m0, unswizzle_128x4
-from dsv4.types import ArgumentError, Numerics, QuantFormat, Quantized, ScaleDivision, ScaleFormat, ScaleLayout, Ties, ZeroSign
+from dsv4.types import Numerics, QuantFormat, Quantized, ScaleDivision, ScaleFormat, ScaleLayout, Ties, ZeroSign
 
 __all__ = ["dequantize", "fake_quantize", "quantize_fp4_e4m3", "quantize_fp8", "quantize_fp8_blocks", "quantize_mxfp4"]
-
-MAX_GROUP = 512
-FP8_FLOORS = [floor.name for floor in AMAX_FLOORS.values() if floor.least_byte_fp8 is not None]
-FP8_FLOORS_ABOVE_ZERO = [name for name in FP8_FLOORS if AMAX_FLOORS[name].value > 0]
-FP4_FLOORS = [floor.name for floor in AMAX_FLOORS.values() if floor.least_byte_fp4 is not None]
 
 
 def quantize_fp8(
@@ -78,10 +74,9 @@ def quantize_fp8(
     Raises:
         ArgumentError: a wrong dtype, rank or size, or options that exclude each other.
     """
-    _check_groups(x, group, 1)
-    scale, floor, division = _check_fp8_scale(scale, amax_floor, division)
-    layout = checks.choice("scale_layout", scale_layout, ScaleLayout)
-    _check_layout(x, scale, layout)
+    check.groups(x, group, 1, _dtypes())
+    scale, floor, division = check.fp8_scale(scale, amax_floor, division)
+    layout = check.layout(x, scale, scale_layout)
     x = x.contiguous()
     scales = _fp8_scales(_groups_amax(x, group), scale, floor, division)
     codes = _fp8_codes(x, scales, (group,), floor)
@@ -118,8 +113,8 @@ def quantize_fp8_blocks(
         ArgumentError: a wrong dtype, rank or block, or options that exclude each other.
     """
     checks.tensor("weight", weight, ("bf16", "fp32"), ("n", "k"))
-    _check_block("block", block)
-    scale, floor, division = _check_fp8_scale(scale, amax_floor, division)
+    check.block("block", block)
+    scale, floor, division = check.fp8_scale(scale, amax_floor, division)
     (n, k), (bn, bk) = weight.shape, block
     padded = pad(weight, (0, align(k, bk) - k, 0, align(n, bn) - n))  # zeros change no maximum
     amax = rearrange(padded.abs(), "(rows bn) (columns bk) -> rows columns (bn bk)", bn=bn, bk=bk).amax(-1)
@@ -149,9 +144,9 @@ def quantize_mxfp4(
     Raises:
         ArgumentError: a wrong dtype, size or option.
     """
-    _check_groups(x, group, 2)
-    checks.one_of("amax_floor", amax_floor, FP4_FLOORS)
-    ties, zero_sign = checks.choice("ties", ties, Ties), checks.choice("zero_sign", zero_sign, ZeroSign)
+    check.groups(x, group, 2, _dtypes())
+    checks.one_of("amax_floor", amax_floor, check.FP4_FLOORS)
+    ties, zero_sign = check.fp4_rounding(ties, zero_sign)
     x = x.contiguous()
     scales = _ue8m0(_groups_amax(x, group), E2M1.max, AMAX_FLOORS[amax_floor])
     return Quantized(_fp4_codes(x, decode_e8m0(scales), group, ties, zero_sign), scales)
@@ -180,9 +175,9 @@ def quantize_fp4_e4m3(
     Raises:
         ArgumentError: a wrong dtype, size or option.
     """
-    _check_groups(x, group, 2)
+    check.groups(x, group, 2, _dtypes())
     division = checks.choice("division", division, ScaleDivision)
-    ties, zero_sign = checks.choice("ties", ties, Ties), checks.choice("zero_sign", zero_sign, ZeroSign)
+    ties, zero_sign = check.fp4_rounding(ties, zero_sign)
     x = x.contiguous()
     amax = _groups_amax(x, group)
     scales = encode_e4m3(_nan_unless_finite(_divide(amax.clamp(min=FP4_E4M3_AMAX_FLOOR), E2M1.max, division), amax))
@@ -217,8 +212,8 @@ def dequantize(
     checks.one_of("dtype", dtype, (torch.bfloat16, torch.float32))
     layout = checks.choice("scale_layout", scale_layout, ScaleLayout)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2 if fp4 else codes.shape[-1])
-    block = _check_group_of_codes(shape, group, layout, fp4)
-    factors = _factors(scales, shape, block, layout, fp4)
+    block = check.group_of_codes(shape, group, layout, fp4)
+    factors = _factors(scales, check.scales(codes, scales, shape, block, layout, fp4), layout)
     numbers = decode_e2m1(unpack_fp4(codes)) if fp4 else decode_e4m3(codes)
     return quantiser_step(torch.mul, numbers, _spread(factors, block, shape)).to(dtype).contiguous()
 
@@ -249,18 +244,16 @@ def fake_quantize(
     Raises:
         ArgumentError: as the quantiser of the format.
     """
-    format = checks.choice("format", format, QuantFormat)
+    format, floor = check.fake(x, group, format, amax_floor, _dtypes())
     division = checks.choice("division", ScaleDivision.DIVIDE if division is None else division, ScaleDivision)
-    if format is QuantFormat.FP4_E4M3 and amax_floor is not None:
-        raise ArgumentError("amax_floor", repr(amax_floor), "must be None for fp4_e4m3, which has one floor")
+    ties, zero_sign = check.fp4_rounding(ties, zero_sign)
     if current_numerics() is Numerics.UNQUANTISED:
-        _check_groups(x, group, 1 if format is QuantFormat.FP8 else 2)
         return x
     match format:
         case QuantFormat.FP8:
-            quantized = quantize_fp8(x, group, amax_floor=amax_floor or "official")
+            quantized = quantize_fp8(x, group, amax_floor=floor)
         case QuantFormat.MXFP4:
-            quantized = quantize_mxfp4(x, group, amax_floor=amax_floor or "official_fp4", ties=ties, zero_sign=zero_sign)
+            quantized = quantize_mxfp4(x, group, amax_floor=floor, ties=ties, zero_sign=zero_sign)
         case QuantFormat.FP4_E4M3:
             quantized = quantize_fp4_e4m3(x, group, division=division, ties=ties, zero_sign=zero_sign)
     return dequantize(quantized.codes, quantized.scales, group, dtype=torch.float32).to(x.dtype)
@@ -320,71 +313,18 @@ def _spread(scales: Tensor, block: tuple[int, ...], shape: tuple[int, ...]) -> T
     return repeat(scales, "rows columns -> (rows bn) (columns bk)", bn=block[0], bk=block[1])[: shape[0], : shape[1]]
 
 
-def _factors(scales: Tensor, shape: tuple[int, ...], block: tuple[int, ...], layout: ScaleLayout, fp4: bool) -> Tensor:
-    """Scales of any format and layout as fp32 rows of scales."""
-    grid = tuple(-(-size // side) for size, side in zip(shape, (1,) * (len(shape) - len(block)) + block, strict=True))
+def _factors(scales: Tensor, grid: tuple[int, ...], layout: ScaleLayout) -> Tensor:
+    """Scales of any format and layout as a grid of fp32."""
     match layout:
         case ScaleLayout.PACKED:
-            checks.tensor("scales", scales, "int32", (grid[0], -(-grid[1] // 4)))
             return decode_e8m0(unpack_ue8m0(scales, grid[1]))
         case ScaleLayout.SWIZZLED_128X4:
-            checks.tensor("scales", scales, "int32", (-(-grid[0] // 128), -(-grid[1] // 4), 32, 4))
             return decode_e8m0(unswizzle_128x4(scales, *grid))
-        case ScaleLayout.MN_MAJOR:
-            return checks.tensor("scales", scales, "fp32", grid)
-        case ScaleLayout.ROWS:
-            checks.tensor("scales", scales, ("e8m0", "uint8", "e4m3" if fp4 else "fp32"), grid)
     if scales.dtype == torch.float32:
         return scales
     return decode_e4m3(scales) if scales.dtype == torch.float8_e4m3fn else decode_e8m0(scales)
 
 
-def _check_groups(x: Tensor, group: int, least: int) -> None:
-    rounding = current_numerics() is Numerics.STATED
-    checks.tensor("x", x, ("bf16", "fp32") if rounding else ("bf16", "fp32", "fp64"), ("...", "n"))
-    checks.power_of_two("group", group, least, MAX_GROUP)
-    checks.multiple("x", x.shape[-1], group, "n, the last size, is counted in groups: append zeros, or choose another group")
-
-
-def _check_block(name: str, block: object) -> None:
-    if not isinstance(block, tuple) or len(block) != 2:
-        raise ArgumentError(name, repr(block), "must be a pair: rows and columns of a block")
-    for side in block:
-        checks.power_of_two(name, side, 1, MAX_GROUP)
-
-
-def _check_fp8_scale(
-    scale: ScaleFormat | str, amax_floor: str, division: ScaleDivision | str
-) -> tuple[ScaleFormat, AmaxFloor, ScaleDivision]:
-    scale = checks.choice("scale", scale, ScaleFormat)
-    checks.one_of("amax_floor", amax_floor, FP8_FLOORS)
-    if scale is ScaleFormat.FP32 and amax_floor not in FP8_FLOORS_ABOVE_ZERO:
-        limit = f"with fp32 scales must be one of {', '.join(FP8_FLOORS_ABOVE_ZERO)}"
-        raise ArgumentError("amax_floor", repr(amax_floor), limit, "Without a floor a zero group would divide zero by zero")
-    return scale, AMAX_FLOORS[amax_floor], checks.choice("division", division, ScaleDivision)
-
-
-def _check_layout(x: Tensor, scale: ScaleFormat, layout: ScaleLayout) -> None:
-    if layout is ScaleLayout.ROWS:
-        return
-    if (layout is ScaleLayout.MN_MAJOR) != (scale is ScaleFormat.FP32):
-        allowed = "rows or mn_major" if scale is ScaleFormat.FP32 else "rows, packed or 128x4"
-        raise ArgumentError("scale_layout", repr(str(layout)), f"must be {allowed} with {scale} scales")
-    if x.dim() != 2:
-        raise ArgumentError("x", f"shape {list(x.shape)}", f"must have shape [rows, n] with the layout {layout}")
-
-
-def _check_group_of_codes(shape: tuple[int, ...], group: int | tuple[int, int], layout: ScaleLayout, fp4: bool) -> tuple[int, ...]:
-    """The group as a tuple: (group,) or (bn, bk)."""
-    if isinstance(group, tuple):
-        _check_block("group", group)
-        if len(shape) != 2:
-            raise ArgumentError("codes", f"{len(shape)} dimensions", "must have two with a block as group")
-    else:
-        checks.power_of_two("group", group, 2 if fp4 else 1, MAX_GROUP)
-        checks.multiple("codes", shape[-1], group, "The numbers in the last dimension are counted in groups")
-    if layout is not ScaleLayout.ROWS and (fp4 or isinstance(group, tuple) or len(shape) != 2):
-        raise ArgumentError(
-            "scale_layout", repr(str(layout)), "must be rows for FP4 codes, for blocks, and where codes are not of two dimensions"
-        )
-    return group if isinstance(group, tuple) else (group,)
+def _dtypes() -> tuple[str, ...]:
+    """What x may be: fp64 too where the steps before it do not round."""
+    return ("bf16", "fp32") if current_numerics() is Numerics.STATED else ("bf16", "fp32", "fp64")

@@ -25,7 +25,6 @@ from torch.nn.functional import pad
 
 from dsv4 import checks
 from dsv4.formats import TILE_ROWS, TMA_BYTES, WORD_GROUPS, align
-from dsv4.reference.codecs import e8m0_bits
 from dsv4.types import ArgumentError, ScaleLayout
 
 __all__ = [
@@ -56,7 +55,7 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
     Returns:
         int32 [..., rows, ceil(groups/4)] with strides (..., 1, align(rows, 4)).
     """
-    return _column_major(_words(e8m0_bits("scales", scales, ("...", "rows", "groups"))))
+    return _column_major(_words(checks.e8m0_bits("scales", scales, ("...", "rows", "groups"))))
 
 
 def unpack_ue8m0(packed: Tensor, groups: int) -> Tensor:
@@ -99,7 +98,7 @@ def swizzle_128x4(scales: Tensor) -> Tensor:
     Returns:
         int32 [..., ceil(rows/128), ceil(groups/4), 32, 4], contiguous; its flat uint8 view is FlashInfer's buffer.
     """
-    return _tiles(_words(e8m0_bits("scales", scales, ("...", "rows", "groups"))))
+    return _tiles(_words(checks.e8m0_bits("scales", scales, ("...", "rows", "groups"))))
 
 
 def unswizzle_128x4(swizzled: Tensor, rows: int, groups: int) -> Tensor:
@@ -243,7 +242,7 @@ def interleave_hopper_fp4(scales: Tensor) -> Tensor:
     Raises:
         ArgumentError: other sizes.
     """
-    bits = e8m0_bits("scales", scales, ("experts", "n", "k/32"))
+    bits = checks.e8m0_bits("scales", scales, ("experts", "n", "k/32"))
     checks.multiple("scales", scales.shape[1], 64, "n counts weight rows")
     checks.multiple("scales", scales.shape[2], WORD_GROUPS, "k/32 counts groups of 32")
     return rearrange(bits, "expert (a b c) (d e) -> expert a d c (b e)", b=4, c=16, e=4).contiguous()

@@ -77,6 +77,24 @@ def encode_e2m1(x, TIES: tl.constexpr, ZERO_SIGN: tl.constexpr):
 
 
 @triton.jit
+def pairs_e2m1(scaled, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, TIES: tl.constexpr):
+    """uint8 [ROWS, GROUPS, GROUP/2]: two codes a byte, the even one low, of bf16 numbers over their scale times 2^-14, at most 7 * 2^-14.
+
+    2^-14 makes 1, the least normal E2M1, the least normal fp16, so that a code is the top of an fp16 rounded to one mantissa bit, and one
+    integer addition rounds the two numbers of a register. fp16 keeps 11 bits, and steps of 2^-10 below 1. A bf16 has 8 bits and a midpoint
+    times a scale (a power of two, or an E4M3) at most 7, so a quotient is a midpoint or at least 2^-8 of it away: the conversion moves none
+    across, and takes back the error of an approximate quotient that is meant to be one.
+    """
+    low, high = tl.split(scaled.reshape(ROWS, GROUPS, GROUP // 2, 2))
+    words = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+    rounded = (words & 0x7FFF7FFF) + 0x00FF00FF
+    if TIES == "even":
+        rounded += (words >> 9) & 0x00010001
+    codes = ((rounded >> 9) & 0x00070007) | ((words >> 12) & 0x00080008)
+    return codes | (codes >> 12)
+
+
+@triton.jit
 def decode_e2m1(code):
     """fp32 of int32 codes, whose upper bits do not count."""
     magnitude = code & 7

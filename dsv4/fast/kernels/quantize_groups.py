@@ -15,12 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.fast.kernels.codec_bits import (
+    INFINITY,
     MAGNITUDE,
     decode_e2m1,
     decode_e4m3,
     encode_e2m1,
     encode_e4m3,
     has_native_e4m3,
+    pairs_e2m1,
     rounded,
     scale_place,
     scales_and_quotients,
@@ -69,15 +71,26 @@ def quantize_tile(
     amax = tl.max(numbers.to(tl.int32, bitcast=True) & MAGNITUDE, axis=2, keep_dims=True)
     stored, scale, quotients = scales_and_quotients(numbers, amax, least, floor, KIND, DIVIDE, ON_SCALE, ZEROES, NATIVE)
     four: tl.constexpr = KIND == "mxfp4" or KIND == "fp4_e4m3"
-    codes = encode_e2m1(quotients, TIES, ZERO_SIGN) if four else encode_e4m3(quotients, NATIVE)
+    PAIRED: tl.constexpr = four and NATIVE and not FAKE and ZERO_SIGN == "kept" and x.dtype.element_ty == tl.bfloat16
+    if PAIRED:
+        if KIND == "mxfp4":
+            scaled = numbers * ((254 - stored) << 23).to(tl.float32, bitcast=True) * 0.00006103515625  # 2^-14
+        else:
+            scaled = numbers * tl.div_rn(tl.full(scale.shape, 0.00006103515625, tl.float32), scale)
+            scaled = tl.clamp(scaled, -0.0003662109375, 0.0003662109375)  # 6 * 2^-14
+        pairs = pairs_e2m1(scaled, ROWS, GROUPS, GROUP, TIES) & tl.where(amax >= INFINITY, 0, 0xFF)
+    else:
+        codes = encode_e2m1(quotients, TIES, ZERO_SIGN) if four else encode_e4m3(quotients, NATIVE)
     if FAKE:
         decoded = decode_e2m1(codes) if four else decode_e4m3(codes, NATIVE)
         tl.store(result + (wide * groups * GROUP + column), rounded(decoded * scale, result.dtype.element_ty, NATIVE), mask=live)
     else:
         if four:
-            low, high = tl.split(codes.reshape(ROWS, GROUPS, GROUP // 2, 2))
+            if not PAIRED:
+                low, high = tl.split(codes.reshape(ROWS, GROUPS, GROUP // 2, 2))
+                pairs = low | (high << 4)
             byte = group * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, None, :]
-            tl.store(result + (wide * groups * (GROUP // 2) + byte), (low | (high << 4)).to(tl.uint8), mask=live)
+            tl.store(result + (wide * groups * (GROUP // 2) + byte), pairs.to(tl.uint8), mask=live)
         else:
             tl.store(result + (wide * groups * GROUP + column), codes, mask=live)
         kept = tl.where(live, stored, 0).to(scales.dtype.element_ty)
