@@ -82,7 +82,7 @@ def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
 def choice(name: str, value: str, choices: type[Choice]) -> Choice:
     """The member of a string enum that `value` names."""
     try:
-        return choices(value)
+        return value if isinstance(value, choices) else choices(value)
     except ValueError:
         raise ArgumentError(name, repr(value), f"must be one of {', '.join(choices)}") from None
 

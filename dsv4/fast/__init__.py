@@ -4,8 +4,8 @@
 `warmup()` compiles and proves what a model needs before it serves.
 """
 
-from dsv4.fast import codecs, quantization, scales
+from dsv4.fast import codecs, eplb, quantization, routing, scales
 from dsv4.fast.dispatch import BackendStatus, backends, explain, use
 from dsv4.fast.warmup import WarmupReport, warmup
 
-__all__ = ["BackendStatus", "WarmupReport", "backends", "codecs", "explain", "quantization", "scales", "use", "warmup"]
+__all__ = ["BackendStatus", "WarmupReport", "backends", "codecs", "eplb", "explain", "quantization", "routing", "scales", "use", "warmup"]

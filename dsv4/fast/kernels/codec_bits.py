@@ -87,7 +87,7 @@ def pairs_e2m1(scaled, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.const
     """
     low, high = tl.split(scaled.reshape(ROWS, GROUPS, GROUP // 2, 2))
     words = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
-    rounded = (words & 0x7FFF7FFF) + 0x00FF00FF
+    rounded = words + 0x00FF00FF  # no magnitude is large enough to carry into its sign
     if TIES == "even":
         rounded += (words >> 9) & 0x00010001
     codes = ((rounded >> 9) & 0x00070007) | ((words >> 12) & 0x00080008)
@@ -100,6 +100,21 @@ def decode_e2m1(code):
     magnitude = code & 7
     bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude << 22) + 0x3F000000)  # 0 and 0.5; 126 << 23
     return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def group_amax(numbers, NATIVE: tl.constexpr):
+    """Bits of the largest magnitude along axis 2, kept; a NaN counts as larger than infinity."""
+    if NATIVE:
+        amax = tl.reduce(tl.abs(numbers), 2, _larger, keep_dims=True).to(tl.int32, bitcast=True) & MAGNITUDE
+    else:
+        amax = tl.max(numbers.to(tl.int32, bitcast=True) & MAGNITUDE, axis=2, keep_dims=True)
+    return amax
 
 
 @triton.jit
@@ -141,6 +156,7 @@ def scales_and_quotients(
     DIVIDE: tl.constexpr,
     ON_SCALE: tl.constexpr,
     ZEROES: tl.constexpr,
+    NARROW: tl.constexpr,  # the numbers were bf16
     NATIVE: tl.constexpr,
 ):
     """Scales as stored (int32 bytes, or fp32) and as numbers, and numbers / scale. `amax` holds bits; kinds as in `dsv4.fast.groups`."""
@@ -158,7 +174,8 @@ def scales_and_quotients(
         bounded = amax.to(tl.float32, bitcast=True)
         if not ON_SCALE:
             bounded = tl.maximum(bounded, floor)
-        if DIVIDE:
+        # Of a bf16 amax, product and quotient are the same E4M3 (all of them were compared).
+        if DIVIDE and not (KIND == "fp4_e4m3" and NARROW):
             scale = tl.div_rn(bounded, tl.full(bounded.shape, 448.0 if KIND == "fp8_fp32" else 6.0, tl.float32))
         else:
             scale = bounded * (RECIPROCAL_448 if KIND == "fp8_fp32" else RECIPROCAL_6)

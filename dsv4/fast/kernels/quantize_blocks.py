@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.fast.kernels.codec_bits import MAGNITUDE, encode_e4m3, has_native_e4m3, scales_and_quotients, widened
+from dsv4.fast.kernels.codec_bits import encode_e4m3, group_amax, has_native_e4m3, scales_and_quotients, widened
 
 TILE = 16384
 WARPS = 8
@@ -48,12 +48,12 @@ def quantize_block(
     wide = row.to(tl.int64)
     inside = (row < n) & (column < k)
     loaded = tl.load(weight + (wide * stride + column), mask=inside, other=0.0)
-    amax = _amax(widened(loaded, NATIVE))
+    amax = _amax(widened(loaded, NATIVE), NATIVE)
     for chunk in range(1, BLOCK_N // CHUNK_N):
         wide = (row + chunk * CHUNK_N).to(tl.int64)
         more = tl.load(weight + (wide * stride + column), mask=(wide < n) & (column < k), other=0.0)
-        amax = tl.maximum(amax, _amax(widened(more, NATIVE)))
-    stored, _, quotients = scales_and_quotients(widened(loaded, NATIVE), amax, least, floor, KIND, DIVIDE, ON_SCALE, ZEROES, NATIVE)
+        amax = tl.maximum(amax, _amax(widened(more, NATIVE), NATIVE))
+    stored, _, quotients = scales_and_quotients(widened(loaded, NATIVE), amax, least, floor, KIND, DIVIDE, ON_SCALE, ZEROES, False, NATIVE)
     place = program // programs * across + block
     tl.store(scales + place, stored.to(scales.dtype.element_ty), mask=block < across)
     tl.store(codes + (row.to(tl.int64) * k + column), encode_e4m3(quotients, NATIVE), mask=inside)
@@ -61,15 +61,14 @@ def quantize_block(
         wide = (row + chunk * CHUNK_N).to(tl.int64)
         mask = (wide < n) & (column < k)
         numbers = widened(tl.load(weight + (wide * stride + column), mask=mask, other=0.0), NATIVE)
-        _, _, quotients = scales_and_quotients(numbers, amax, least, floor, KIND, DIVIDE, ON_SCALE, ZEROES, NATIVE)
+        _, _, quotients = scales_and_quotients(numbers, amax, least, floor, KIND, DIVIDE, ON_SCALE, ZEROES, False, NATIVE)
         tl.store(codes + (wide * k + column), encode_e4m3(quotients, NATIVE), mask=mask)
 
 
 @triton.jit
-def _amax(numbers):
+def _amax(numbers, NATIVE: tl.constexpr):
     """Bits of the largest magnitude of each block: [1, BLOCKS, 1]."""
-    by_row = tl.max(numbers.to(tl.int32, bitcast=True) & MAGNITUDE, axis=2, keep_dims=True)
-    return tl.max(by_row, axis=0, keep_dims=True)
+    return tl.max(group_amax(numbers, NATIVE), axis=0, keep_dims=True)
 
 
 def run(weight: Tensor, codes: Tensor, scales: Tensor, block: tuple[int, int], *, floor: float, **options: Any) -> None:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dsv4.fast.kernels.codec_bits import (
     INFINITY,
-    MAGNITUDE,
     decode_e2m1,
     decode_e4m3,
     encode_e2m1,
     encode_e4m3,
+    group_amax,
     has_native_e4m3,
     pairs_e2m1,
     rounded,
@@ -68,15 +68,16 @@ def quantize_tile(
     column = group * GROUP + tl.arange(0, GROUP)[None, None, :]
     wide = row.to(tl.int64)
     numbers = widened(tl.load(x + (wide * stride + column), mask=live, other=0.0), NATIVE)
-    amax = tl.max(numbers.to(tl.int32, bitcast=True) & MAGNITUDE, axis=2, keep_dims=True)
-    stored, scale, quotients = scales_and_quotients(numbers, amax, least, floor, KIND, DIVIDE, ON_SCALE, ZEROES, NATIVE)
+    amax = group_amax(numbers, NATIVE)
+    NARROW: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    stored, scale, quotients = scales_and_quotients(numbers, amax, least, floor, KIND, DIVIDE, ON_SCALE, ZEROES, NARROW, NATIVE)
     four: tl.constexpr = KIND == "mxfp4" or KIND == "fp4_e4m3"
-    PAIRED: tl.constexpr = four and NATIVE and not FAKE and ZERO_SIGN == "kept" and x.dtype.element_ty == tl.bfloat16
+    PAIRED: tl.constexpr = four and NATIVE and not FAKE and ZERO_SIGN == "kept" and NARROW
     if PAIRED:
         if KIND == "mxfp4":
             scaled = numbers * ((254 - stored) << 23).to(tl.float32, bitcast=True) * 0.00006103515625  # 2^-14
         else:
-            scaled = numbers * tl.div_rn(tl.full(scale.shape, 0.00006103515625, tl.float32), scale)
+            scaled = numbers * (0.00006103515625 / scale)  # an approximate quotient is enough
             scaled = tl.clamp(scaled, -0.0003662109375, 0.0003662109375)  # 6 * 2^-14
         pairs = pairs_e2m1(scaled, ROWS, GROUPS, GROUP, TIES) & tl.where(amax >= INFINITY, 0, 0xFF)
     else:
