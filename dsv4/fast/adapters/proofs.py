@@ -72,7 +72,7 @@ def _read() -> dict[Key, Answer]:
     try:
         return dict(_entry(entry) for entry in _listed(json.loads(text)))
     except (ValueError, TypeError, KeyError) as error:
-        _say(f"{path()} is ignored, and written anew at the next proof: {error or type(error).__name__}")
+        _say(f"{path()} is ignored, and written anew at the next proof: {type(error).__name__}: {error}")
         return {}
 
 

@@ -1,0 +1,159 @@
+"""warmup(): afterwards nothing compiles, at any number of tokens; and it says what it did."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.configs import V4_FLASH, V4_FLASH_0731, V4_PRO, V41_FLASH, ModelConfig
+from dsv4.fast import WarmupReport, dispatch, eplb, quantization, routing, scales, warmup
+from dsv4.fast.adapters import flashmla
+from dsv4.fast.warmup import CALLS, counted
+from dsv4.types import ArgumentError
+
+CPU = torch.device("cpu")
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU"))]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def warmed(request: pytest.FixtureRequest) -> tuple[str, WarmupReport]:
+    torch._dynamo.reset()
+    return request.param, warmup(V4_FLASH, [3], device=request.param)
+
+
+def serve(tokens: int, device: str) -> None:
+    """What a V4-Flash does with its activations, written down apart from `CALLS`."""
+    for width in (4096, 1024, 8192, 2048):
+        x = torch.randn(tokens, width, device=device).to(torch.bfloat16)
+        for options in ({}, {"scale_layout": "packed"}, {"scale": "fp32", "scale_layout": "mn_major"}):
+            codes, grid = quantization.quantize_fp8(x, 128, **options)
+            layout = options.get("scale_layout", "rows")
+            quantization.dequantize(codes, grid, 128, scale_layout=layout)
+        byte = torch.zeros(tokens, width // 128, dtype=torch.uint8, device=device)
+        packed = scales.pack_ue8m0(byte)
+        scales.unpack_ue8m0(packed, width // 128)
+        scales.restride_rows(packed, tokens + 5)
+        scales.zero_pad_rows(packed, tokens // 2, scale_layout="packed", out=packed)
+    quantization.fake_quantize(torch.randn(tokens, 448, device=device).to(torch.bfloat16), 64)
+    quantization.fake_quantize(torch.randn(tokens, 128, device=device).to(torch.bfloat16), 32, format="mxfp4")
+    x, weight = (torch.randn(rows, 4096, device=device).to(torch.bfloat16) for rows in (tokens, 256))
+    logits = routing.gate_logits(x, weight)
+    routing.route(logits, 6, scale=1.5, bias=torch.randn(256, device=device))
+    ids, table = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((tokens,), (129280, 6)))
+    routing.route(logits, 6, scale=1.5, token_ids=ids, table=table)
+
+
+def test_afterwards_nothing_compiles(warmed: tuple[str, WarmupReport]) -> None:
+    device, report = warmed
+    if device == "cpu":  # Triton keeps what earlier tests of this process have compiled
+        assert sum(call.graphs for call in report.calls) == 9
+    with counted() as count:
+        for tokens in (1, 2, 16, 129, 300):
+            serve(tokens, device)
+    assert count() == (0, 0)
+
+
+def test_a_second_warmup_compiles_nothing(warmed: tuple[str, WarmupReport]) -> None:
+    again = warmup(V4_FLASH, [1, 64], device=warmed[0])
+    assert {(call.graphs, call.kernels) for call in again.calls} == {(0, 0)}
+    assert len(again.calls) == 2 * len(warmed[1].calls)
+
+
+def test_the_counter_counts(warmed: tuple[str, WarmupReport]) -> None:
+    """A form that no V4-Flash calls does compile, and is seen to."""
+    with counted() as count:
+        x = torch.zeros(3, 64, dtype=torch.float32, device=warmed[0])
+        quantization.fake_quantize(x, 4, format="mxfp4", ties="toward_zero", zero_sign="cleared")
+    assert sum(count()) == 1
+
+
+def test_the_report(warmed: tuple[str, WarmupReport]) -> None:
+    device, report = warmed
+    names = [call.call for call in report.calls]
+    assert "quantization: quantize_fp8, dequantize [4096] 128 ue8m0 packed, 3 tokens" in names
+    assert "routing: route 256 experts by token, 3 tokens" in names
+    assert len({proof.function for proof in report.proofs}) == 7
+    assert report.seconds >= sum(call.seconds for call in report.calls)
+    if device == "cpu":
+        assert {proof.state for proof in report.proofs} == {"not usable"}
+        assert str(report).startswith(f"cpu: {len(names)} calls, {sum(call.graphs for call in report.calls)} graphs and 0 kernels compiled")
+
+
+EXPECTED_CALLS = {
+    "V4-Pro": (V4_PRO, "routing", ["gate_logits 384 experts", "route 384 experts, 6 each", "route 384 experts by token"]),
+    "V4.1": (
+        V41_FLASH,
+        "routing",
+        [
+            "gate_logits 128 experts",
+            "route 128 experts, 3 each",
+            "gate_logits 384 experts",
+            "route 384 experts, 6 each",
+            "route 384 experts with images",
+        ],
+    ),
+    "0731": (V4_FLASH_0731, "routing", ["gate_logits 256 experts", "route 256 experts, 6 each", "route 256 experts by token"]),
+    "scales of V4.1": (
+        V41_FLASH,
+        "scales",
+        [f"{what} [{groups}]" for groups in (40, 72, 160, 256) for what in ("packed", "align_mn_major", "128x4")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPECTED_CALLS)
+def test_calls_of_each_model(case: str) -> None:
+    config, component, names = EXPECTED_CALLS[case]
+    assert [name for name, _ in CALLS[component](config, 2, CPU)] == names
+
+
+@pytest.mark.parametrize("config", [V4_PRO, V41_FLASH, V4_FLASH_0731])
+def test_every_call_of_every_model_runs(config: ModelConfig) -> None:
+    with dispatch.use("eager"):
+        report = warmup(config, [2, 5], device="cpu")
+    assert {(call.graphs, call.kernels) for call in report.calls} == {(0, 0)}
+
+
+def test_every_component_is_warmed_or_is_part_of_one() -> None:
+    """A new component belongs in CALLS, unless no model calls it by itself."""
+    components = {function.partition(".")[0] for function in dispatch.TABLES if not function.startswith("probe.")}
+    assert eplb.map_to_physical.__module__ == "dsv4.fast.eplb"
+    assert components == {*CALLS, "codecs", "eplb"}
+
+
+def test_libraries_prove_themselves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def probe(device: torch.device) -> str | None:
+        order.append("proof")
+        return "adds up wrongly"
+
+    def route(*arguments: Any, **options: Any) -> None:
+        order.append("call")
+
+    library = flashmla.LIBRARY
+    for name, value in {"devices": lambda device: None, "missing": lambda: None, "lacks": lambda symbol: None}.items():
+        monkeypatch.setattr(library, name, value)
+    monkeypatch.setattr(library, "_proofs", {})
+    monkeypatch.setattr(library, "probes", {"f": probe})
+    monkeypatch.setattr(routing, "route", route)
+    monkeypatch.setattr(routing, "gate_logits", route)
+    report = warmup(V4_FLASH, [2], device="cpu", components=["routing"])
+    assert order == ["proof", "call", "call", "call"]
+    (proof,) = (proof for proof in report.proofs if proof.function == "f")
+    assert (proof.state, "adds up wrongly" in proof.reason) == ("not usable", True)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "components", "words"),
+    [
+        ([], None, "shapes: got none; must be at least one number of tokens"),
+        ([4, 0], None, "shapes: got 0; must be at least 1"),
+        ([4], ["linear"], "components: got 'linear'; must be one of quantization, scales, routing"),
+    ],
+)
+def test_wrong_arguments(shapes: list[int], components: list[str] | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "default_device", lambda device: SimpleNamespace())
+    with pytest.raises(ArgumentError, match=words):
+        warmup(V4_FLASH, shapes, components=components)
