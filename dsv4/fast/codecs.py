@@ -240,6 +240,8 @@ def _register(name: str, body: Callable[..., Tensor], dtype: torch.dtype, option
         if x.numel() == 0:
             return fake(x)
         flat = x.reshape(-1) if inner == 1 else x.reshape(-1, inner)
+        if flat.storage_offset() % inner or flat.data_ptr() % inner:  # neighbours are read as one word
+            flat = flat.clone()
         return run(body, flat, **dict(zip(names, values, strict=True))).view(shape(x))
 
     ops.define(name, f"(Tensor x{''.join(f', str {option}' for option in names)}) -> Tensor", fake)
