@@ -75,6 +75,9 @@ def ours(contract: Contract, device: torch.device, backend: str | None = None, *
 
     function = getattr(getattr(dsv4.fast, contract.component), contract.function)
     statuses = [status for status in dsv4.fast.backends(device) if status.function == contract.name]
+    if not statuses:
+        host = Candidate("default", function, "host", f"torch {torch.__version__}", may_refuse=False)
+        return [host if backend in (None, "host") else Absent(backend, f"{contract.name} is host work and has no backends")]
     usable = [status for status in statuses if status.usable]
     if backend is not None:
         asked = [status for status in statuses if status.backend == backend]

@@ -29,6 +29,11 @@ def on(domain: str, *names: str) -> tuple[Invariant, ...]:
     return tuple(Invariant(name, domain) for name in names)
 
 
+def but(domain: str, *arguments: int | str) -> tuple[Invariant, ...]:
+    """`inputs_unchanged` for a function that updates these arguments in place."""
+    return (Invariant("inputs_unchanged", domain, {"but": arguments}),)
+
+
 def run_to_run(trial: Trial, **_: Any) -> None:
     """Three runs give the same bytes."""
     first = trial.run(trial.call())

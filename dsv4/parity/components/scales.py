@@ -81,13 +81,14 @@ def _every_byte(spec: Spec, device: torch.device) -> Call:
     return Call((((byte + torch.tensor([0, 85, 170, 255])) % 256).to(torch.uint8).to(device),))
 
 
-def _packed_words(spec: Spec) -> Tensor:
-    return in_columns(strategies.random_bits((*spec.get("batch", ()), spec["rows"], _words(spec)), spec["seed"], torch.int32))
+def _packed_words(spec: Spec, device: torch.device) -> Tensor:
+    words = strategies.random_bits((*spec.get("batch", ()), spec["rows"], _words(spec)), spec["seed"], torch.int32)
+    return in_columns(words.to(device))  # moved first: a move would lose the pads
 
 
 def _packed(*more: str) -> Build:
     """Packed scales, then entries of the spec."""
-    return lambda spec, device: Call((_packed_words(spec).to(device), *(spec[name] for name in more)))
+    return lambda spec, device: Call((_packed_words(spec, device), *(spec[name] for name in more)))
 
 
 def _tile_words(spec: Spec) -> Tensor:
@@ -183,9 +184,9 @@ def _live(spec: Spec, rows: int, device: torch.device) -> int | Tensor:
 
 def _zero_pad(layout: str) -> Domain:
     def build(spec: Spec, device: torch.device) -> Call:
-        scales = _packed_words(spec) if layout == "packed" else _tile_words(spec)
+        scales = _packed_words(spec, device) if layout == "packed" else _tile_words(spec).to(device)
         rows = spec["rows"] if layout == "packed" else scales.shape[0] * TILE_ROWS
-        return Call((scales.to(device), _live(spec, rows, device)), {"scale_layout": layout})
+        return Call((scales, _live(spec, rows, device)), {"scale_layout": layout})
 
     live = st.one_of(st.integers(-3, 20), st.sampled_from([127, 128, 129, 255, 300, 2000]))
     kinds = st.sampled_from(["int", "int32", "int64", "vector"])
@@ -199,7 +200,7 @@ def _zero_pad_rows() -> Contract:
 
 def _restride() -> Contract:
     def build(spec: Spec, device: torch.device) -> Call:
-        return Call((_packed_words(spec).to(device), spec["rows"] + spec["more"]))
+        return Call((_packed_words(spec, device), spec["rows"] + spec["more"]))
 
     more = st.one_of(st.integers(0, 5), st.sampled_from([128, 257]))
     return _contract("restride_rows", (Domain("drawn", build, _shape(more=more)),), invariants.on("drawn", *ALONE), columns=True)
