@@ -163,7 +163,7 @@ class _Session:
         if self.outcomes and terminalreporter.verbosity >= 0:
             width = terminalreporter._tw.fullwidth
             terminalreporter.section("dsv4 parity")
-            terminalreporter.write_line(report.pretty(report.table(self.outcomes), width=width))
+            terminalreporter.write_line(report.pretty(report.digest(self.outcomes), report.DIGEST, width=width))
             terminalreporter.write_line(report.summary(self.outcomes))
 
 

@@ -1,4 +1,4 @@
-"""What a run found, as a table, and as JSON, Markdown or HTML.
+"""What a run found: a line for each function in the terminal, a line for each output and domain in JSON, Markdown or HTML.
 
 Outcomes travel as the user properties of pytest's reports, so the table is the same whether the tests ran here or in pytest-xdist's
 workers.
@@ -20,6 +20,9 @@ Data = dict[str, Any]
 COLUMNS = ("component", "function", "output", "level", "domain", "cases", "max ULP", "of bound", "backend", "result")
 
 
+DIGEST = ("function", "backend", "outputs", "domains", "invariants", "cases", "max ULP", "of bound", "result")
+
+
 def as_data(outcome: Outcome) -> Data:
     """An outcome as plain JSON-able data."""
     return asdict(outcome)
@@ -30,15 +33,51 @@ def ordered(outcomes: Iterable[Data]) -> list[Data]:
     return sorted(outcomes, key=lambda data: (data["component"], data["function"], data["check"], data["candidate"]))
 
 
+def digest(outcomes: Iterable[Data]) -> list[tuple[str, ...]]:
+    """One line for each function and implementation: `DIGEST`. Outputs stand with their levels; a failure names its checks."""
+    kept: dict[tuple[str, str], list[Data]] = {}
+    for data in ordered(outcomes):
+        kept.setdefault((f"{data['component']}.{data['function']}", _implementation(data)), []).append(data)
+    return [(*key, *_digested(found)) for key, found in kept.items()]
+
+
+def _digested(found: Sequence[Data]) -> tuple[str, ...]:
+    rows = [row for data in found for row in data["rows"]]
+    levelled = [row for row in rows if row["level"]]
+    levels: dict[str, list[str]] = {}
+    for row in levelled:
+        if row["level"] not in levels.setdefault(row["output"], []):
+            levels[row["output"]].append(row["level"])
+    failed = [data["check"] for data in found if data["result"] == "failed"]
+    refused = sum(data["result"] == "refused" for data in found)
+    shares = [row["share"] for row in rows if row["share"] is not None]
+    return (
+        ", ".join(f"{output} {'/'.join(sorted(of))}" for output, of in levels.items()),
+        str(len({row["domain"] for row in levelled})),
+        str(len({row["output"] for row in rows if not row["level"]})),
+        str(sum(row["cases"] for row in rows)),
+        _ulp(max((row["max_ulp"] for row in rows), default=0)),
+        f"{max(shares):.3f}" if shares else "",
+        f"failed: {', '.join(failed)}" if failed else f"passed, {refused} checks refused" if refused else "passed",
+    )
+
+
+def _implementation(data: Data) -> str:
+    return str(data["backend"] if data["candidate"] in ("default", data["backend"]) else data["candidate"])
+
+
+def _ulp(distance: int) -> str:
+    return "above 2^23" if distance > 2**23 else str(distance)
+
+
 def table(outcomes: Iterable[Data]) -> list[tuple[str, ...]]:
     """One line for each output and domain, and each invariant (no level): `COLUMNS`."""
     lines: list[tuple[str, ...]] = []
     for data in ordered(outcomes):
-        backend = data["backend"] if data["candidate"] in ("default", data["backend"]) else data["candidate"]
+        backend = _implementation(data)
         result = data["result"] + (f" ({data['refused']} refused)" if data["refused"] and data["result"] == "passed" else "")
         for row in data["rows"]:
             share = "" if row["share"] is None else f"{row['share']:.3f}"
-            ulp = "above 2^23" if row["max_ulp"] > 2**23 else str(row["max_ulp"])
             lines.append(
                 (
                     data["component"],
@@ -47,7 +86,7 @@ def table(outcomes: Iterable[Data]) -> list[tuple[str, ...]]:
                     row["level"],
                     row["domain"],
                     str(row["cases"]),
-                    ulp,
+                    _ulp(row["max_ulp"]),
                     share,
                     backend,
                     result,
