@@ -5,7 +5,8 @@ Ratios and sources: spec A 4.1 to 4.5; candidates: A 5.5; draft layers: M 8.1, 8
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from itertools import pairwise
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, get_args, get_origin, get_type_hints
@@ -28,6 +29,14 @@ FROM_ZERO: Final = (
 )
 
 
+def short(value: object) -> str:
+    """A value for an error message, cut where it is long."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"a {type(value).__name__} too long to print"
+
+
 def least(field: str) -> int:
     """The smallest whole number that ModelConfig's `field` may be."""
     return 0 if field.rpartition(".")[2] in FROM_ZERO else 1
@@ -41,7 +50,7 @@ def typed(name: str, kind: object, value: object, least: int) -> object:
         return tuple(typed(f"{name}[{place}]", int, item, 0) for place, item in enumerate(value))
     if kind is int and isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
         return float(value)
     if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
         return value
@@ -51,7 +60,7 @@ def typed(name: str, kind: object, value: object, least: int) -> object:
         str: "must be a string",
         tuple: "must be a list of whole numbers",
     }
-    raise ArgumentError(name, repr(value), limits.get(get_origin(kind) or kind, f"must be a {getattr(kind, '__name__', kind)}"))
+    raise ArgumentError(name, short(value), limits.get(get_origin(kind) or kind, f"must be a {getattr(kind, '__name__', kind)}"))
 
 
 def settle(config: Any, section: str) -> None:

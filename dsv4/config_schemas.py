@@ -33,6 +33,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from dsv4.config_checks import short
 from dsv4.types import ArgumentError
 
 # What a published file tells other programs: who made it, how it was trained, which ids a tokenizer adds. Ignored at the top, in
@@ -210,8 +211,11 @@ DSPARK_EXPERTS: Final = frozenset({"dspark_n_routed_experts", "dspark_num_expert
 
 def load(path: str | PathLike[str]) -> dict[str, object]:
     """The JSON object in `path`, or in the config.json of the folder `path`. A field that is written twice is an error."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    try:
+        file = Path(path)
+        file = file / "config.json" if file.is_dir() else file
+    except (TypeError, ValueError, OSError) as error:
+        raise ArgumentError("checkpoint", short(path), "must be a path or what a config.json says") from error
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
@@ -223,11 +227,13 @@ def load(path: str | PathLike[str]) -> dict[str, object]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
     except OSError as error:
-        raise ArgumentError("checkpoint", str(path), f"must be a readable config.json or its folder ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArgumentError("checkpoint", str(path), f"must be JSON ({error})") from error
+        raise ArgumentError("checkpoint", short(path), f"must be a readable config.json or its folder ({error.strerror})") from error
+    except ArgumentError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError("checkpoint", short(path), f"must be JSON ({error})") from error
     if not isinstance(document, dict):
-        raise ArgumentError("checkpoint", str(path), f"must hold a JSON object, holds a {type(document).__name__}")
+        raise ArgumentError("checkpoint", short(path), f"must hold a JSON object, holds a {type(document).__name__}")
     return document
 
 
@@ -240,7 +246,7 @@ def choose(document: Mapping[str, object]) -> Schema:
     elif model_type in ("deepseek_v4", "deepseek_v41"):
         schema = V4_PUBLISHED if model_type == "deepseek_v4" else V41_PUBLISHED
     else:
-        got = repr(model_type) if "model_type" in document else "nothing"
+        got = short(model_type) if "model_type" in document else "nothing"
         raise ArgumentError("model_type", got, "must be 'deepseek_v4' or 'deepseek_v41'; an inference config has no model_type but dim")
     if schema.model_type == "deepseek_v4" and any(str(name).startswith("dspark_") for name in document):
         draft = _published(TAKEN_DSPARK) if schema is V4_PUBLISHED else _inference(TAKEN_DSPARK)
@@ -257,7 +263,7 @@ def read(document: Mapping[str, object], schema: Schema) -> dict[str, object]:
     for name, value in found.items():
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known - found.keys()), n=1)
-            raise ArgumentError(name, repr(value), f"{schema.name} has no such field", f"Did you mean {near[0]}?" if near else "")
+            raise ArgumentError(name, short(value), f"{schema.name} has no such field", f"Did you mean {near[0]}?" if near else "")
     for name in (*schema.taken, *schema.checked):
         if name not in found and name not in schema.may_miss:
             raise ArgumentError(name, "nothing", f"{schema.name} must have it")
@@ -265,7 +271,7 @@ def read(document: Mapping[str, object], schema: Schema) -> dict[str, object]:
         value = found.pop(name, expected)
         value = list(value) if isinstance(value, tuple) else value
         if type(value) is not type(expected) or value != expected:
-            raise ArgumentError(name, repr(value), f"must be {expected!r}, the only value that is supported")
+            raise ArgumentError(name, short(value), f"must be {expected!r}, the only value that is supported")
     return found
 
 
@@ -281,4 +287,4 @@ def _leaves(document: Mapping[str, object], schema: Schema, section: str) -> Ite
         elif isinstance(value, Mapping):
             yield from _leaves(value, schema, f"{name}.")
         else:
-            raise ArgumentError(name, repr(value), f"must be an object with the fields of {schema.name}")
+            raise ArgumentError(name, short(value), f"must be an object with the fields of {schema.name}")

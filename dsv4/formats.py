@@ -5,14 +5,18 @@ Sources: spec A 0.3, 0.4, 8; spec M 9.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import Final, Literal
 
 
 def fp32(value: float) -> float:
-    """The fp32 nearest to a Python float, as a Python float."""
-    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    """The fp32 nearest to a Python float, as a Python float; infinite past the largest."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,17 @@ FP4_E4M3_AMAX_FLOOR: Final = 6 * 2.0**-9  # the group of 16 with an E4M3 scale: 
 
 @dataclass(frozen=True)
 class LayoutOfScales:
-    """A scale layout in words and numbers, for `rows` rows of `groups` scales. align(x, n) rounds x up to a multiple of n."""
+    """A scale layout, for `rows` rows of `groups` scales.
+
+    `shape`, `strides` (in elements) and `place` are Python expressions of `rows`, `groups` and `align`. `place` is the index of the
+    element that holds the scale of row `r` and group `g`; of an int32 element that scale is byte g % 4, the low one first.
+    """
 
     name: str
-    dtype: str
+    dtypes: tuple[str, ...]
     shape: str
     strides: str
+    place: str
     pads: str
     source: str
 
@@ -96,25 +105,33 @@ class LayoutOfScales:
 SCALE_LAYOUTS: Final[dict[str, LayoutOfScales]] = {
     layout.name: layout
     for layout in (
-        LayoutOfScales("rows", "float8_e8m0fnu or float32", "[rows, groups]", "(groups, 1)", "none", "spec M 9.6"),
+        LayoutOfScales("rows", ("float8_e8m0fnu", "float32"), "(rows, groups)", "(groups, 1)", "(r, g)", "none", "spec M 9.6"),
         LayoutOfScales(
             "packed",
-            "int32, group 4c in bits 0 to 7 of word c",
-            "[rows, ceil(groups/4)]",
+            ("int32",),
+            "(rows, align(groups, 4) // 4)",
             "(1, align(rows, 4))",
+            "(r, g // 4)",
             "missing groups and words of rows past the last are zero",
             "spec A 8.1",
         ),
         LayoutOfScales(
             "128x4",
-            "int32, group 4c in bits 0 to 7 of word (.., c, .., ..)",
-            "[ceil(rows/128), ceil(groups/4), 32, 4]: row r lies at [r div 128, c, r mod 32, (r mod 128) div 32]",
-            "contiguous",
+            ("int32",),
+            "(align(rows, 128) // 128, align(groups, 4) // 4, 32, 4)",
+            "(align(groups, 4) // 4 * 128, 128, 4, 1)",
+            "(r // 128, g // 4, r % 32, r % 128 // 32)",
             "missing groups and rows are zero",
             "spec A 8.3, 8.4",
         ),
         LayoutOfScales(
-            "mn_major", "float32", "[rows, groups]", "(1, align(rows, 4))", "words of rows past the last are zero", "spec A 8.2"
+            "mn_major",
+            ("float32",),
+            "(rows, groups)",
+            "(1, align(rows, 4))",
+            "(r, g)",
+            "words of rows past the last are zero",
+            "spec A 8.2",
         ),
     )
 }

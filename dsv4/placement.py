@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from dsv4 import checks
+from dsv4.routing_checks import INDEX
 from dsv4.types import ArgumentError, Placement
 
 __all__ = ["make_placement", "rank_dispatch_map", "sglang_dispatch_order"]
-
-INDEX = ("int32", "int64")
 
 
 def make_placement(physical_to_logical: Tensor, experts: int, *, rank_map: Tensor | None = None, allow_unheld: bool = False) -> Placement:
@@ -62,10 +61,10 @@ def make_placement(physical_to_logical: Tensor, experts: int, *, rank_map: Tenso
     most = max(1, *(len(held) for held in slots))
     device = physical_to_logical.device
     return Placement(
-        physical_to_logical.to(torch.int32),
+        physical_to_logical.to(torch.int32, copy=True),
         torch.tensor([held + [-1] * (most - len(held)) for held in slots], dtype=torch.int32, device=device),
         torch.tensor([len(held) for held in slots], dtype=torch.int32, device=device),
-        None if rank_map is None else rank_map.to(torch.int32),
+        None if rank_map is None else rank_map.to(torch.int32, copy=True),
     )
 
 

@@ -63,9 +63,11 @@ def hashing(scored: tuple[str, Tensor], token_ids: Tensor | None, table: Tensor)
 
 
 def chosen(scored: Tensor, ids: Tensor, floats: Floats) -> None:
-    """Scores and the ids to take from them."""
+    """Scores and the ids to take from them, at least one a row."""
     scores("scores", scored, floats)
     checks.tensor("ids", ids, INDEX, (scored.shape[0], "k"))
+    if ids.shape[1] < 1:
+        raise ArgumentError("ids", f"shape {list(ids.shape)}", "must have at least one slot")
     checks.same_device("ids", ids, "scores", scored)
 
 
@@ -87,15 +89,8 @@ def slots(ids: Tensor, weights: Tensor, floats: Floats) -> None:
 
 
 def live_rows(rows: int | Tensor, tokens: int, other: Tensor) -> None:
-    """A number of rows that are no padding, on the host or on the device of `other`."""
-    if isinstance(rows, Tensor):
-        checks.tensor("live_rows", rows, INDEX)
-        checks.same_device("live_rows", rows, "ids", other)
-        if rows.dim() > 1 or rows.numel() != 1:
-            raise ArgumentError("live_rows", f"shape {list(rows.shape)}", "must have shape [] or [1]")
-    else:
-        checks.at_least("live_rows", rows, 0)
-        checks.at_most("live_rows", rows, tokens)
+    """`checks.live_rows` of ids."""
+    checks.live_rows(rows, tokens, "ids", other)
 
 
 def rank_layout(experts: int, ranks: int, rank: int, name: str = "experts") -> None:
@@ -215,7 +210,7 @@ def route(
     physical = logits.shape[1] if placement is None else placement.physical_to_logical.shape[0]
     rank_layout(physical, ranks if layout is SharedSlots.HOME_RANK else 1, rank if layout is SharedSlots.HOME_RANK else 0)
     if live is not None:
-        live_rows(live, logits.shape[0], logits)
+        checks.live_rows(live, logits.shape[0], "logits", logits)
     if counts is not None:
         checks.tensor("counts", counts, "int32", (physical,))
         checks.same_device("counts", counts, "logits", logits)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +107,18 @@ def mxfp8_by_loops(x: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
     return codes, interleaved_by_loops(byte) if swizzled else byte.flatten()
 
 
+def routed_by_loops(logits: Tensor, token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """FlashInfer's router by token id: weights first, not scaled."""
+    ids = torch.stack([table[token] for token in token_ids.tolist()])
+    weights = [[(1 + logits[row, expert].double().exp()).log() ** 0.5 for expert in chosen] for row, chosen in enumerate(ids.tolist())]
+    scores = torch.tensor(weights, dtype=torch.float32)
+    return scores / scores.sum(1, keepdim=True), ids
+
+
+def fused_moe(route: Callable[..., Any]) -> dict[str, Any]:
+    return {"fused_moe": SimpleNamespace(hash_topk=route)}
+
+
 def left_as_it_was(like: Callable[..., Any]) -> Callable[..., Any]:
     """The function with an empty kernel: results of the right shapes and dtypes that hold what was in memory."""
     kept: list[Any] = []
@@ -138,8 +150,8 @@ def test_import_error(installed: Installed) -> None:
         scales.pack_ue8m0(BYTE, impl="deepgemm")
 
 
-def test_missing_symbol_is_known_before_any_call(installed: Installed) -> None:
-    """CD-04: availability names the symbol; the default goes on without it."""
+def test_cd_04_missing_symbol_is_known_before_any_call(installed: Installed) -> None:
+    """Availability names the symbol; the default goes on without it."""
     installed.put("sgl-deep-gemm", "deep_gemm", "0.1.5.post1", **{deepgemm.ALIGN: aligned_by_loops})
     reasons = {(status.function, status.backend): status for status in backends("cpu")}
     assert reasons["scales.align_mn_major", "deepgemm"].usable
@@ -170,6 +182,15 @@ def test_right_answers_are_used(installed: Installed) -> None:
     assert (codes.dtype, codes.tolist()) == (torch.uint8, [[0x78] * 32 + [0xFC] * 32])
     assert byte.tolist() == [119, 121]
     assert flashinfer.LIBRARY.disproved(flashinfer.MXFP8_QUANTIZE, CPU) is None
+
+
+def test_the_router_by_token_id(installed: Installed) -> None:
+    installed.put("flashinfer-python", "flashinfer", "0.7.4", **fused_moe(routed_by_loops))
+    assert flashinfer.LIBRARY.disproved(flashinfer.HASH_TOPK, CPU) is None
+    table = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32)
+    ids, weights = flashinfer.hash_topk(torch.tensor([[100.0, 25.0, 225.0]]), torch.tensor([0]), table)
+    assert (ids.tolist(), ids.dtype) == ([[2, 0]], torch.int32)
+    assert [round(weight, 6) for weight in weights[0].tolist()] == [0.6, 0.4]
 
 
 def test_rows_that_the_library_leaves_undefined_are_refused(installed: Installed) -> None:
@@ -207,6 +228,24 @@ WRONG: dict[str, tuple[Library, str, dict[str, Callable[..., Any]], str]] = {
         flashinfer.INTERLEAVE,
         {flashinfer.INTERLEAVE: lambda byte: torch.nn.functional.pad(byte, (0, 3, 0, 94)).flatten()},
         "bytes of result 0 differ",
+    ),
+    "a router with ids first": (
+        flashinfer.LIBRARY,
+        flashinfer.HASH_TOPK,
+        fused_moe(lambda *given: routed_by_loops(*given)[::-1]),
+        "bytes of result 0 differ",
+    ),
+    "a router by the place of a token": (
+        flashinfer.LIBRARY,
+        flashinfer.HASH_TOPK,
+        fused_moe(lambda logits, token_ids, table: routed_by_loops(logits, torch.arange(len(token_ids)), table)),
+        "4 of 32 bytes of result 0 differ, byte 16 is 0x03, not 0x04",
+    ),
+    "a router whose weights are not normalised": (
+        flashinfer.LIBRARY,
+        flashinfer.HASH_TOPK,
+        fused_moe(lambda *given: (50 * routed_by_loops(*given)[0], routed_by_loops(*given)[1])),
+        "bytes of result 1 differ",
     ),
     "an interleave that raises": (
         flashinfer.LIBRARY,
@@ -352,8 +391,9 @@ def test_the_real_quantiser_is_found_empty_on_sm90() -> None:
 
 
 @on_hopper
-def test_the_real_interleave_proves_itself() -> None:
-    assert flashinfer.LIBRARY.disproved(flashinfer.INTERLEAVE, torch.device("cuda")) is None
+@pytest.mark.parametrize("symbol", [flashinfer.INTERLEAVE, flashinfer.HASH_TOPK])
+def test_the_real_functions_prove_themselves(symbol: str) -> None:
+    assert flashinfer.LIBRARY.disproved(symbol, torch.device("cuda")) is None
 
 
 @pytest.mark.skipif(

@@ -191,6 +191,28 @@ def test_a_released_file_gives_its_preset(model: ModelConfig) -> None:
     assert from_checkpoint(published(model)) == model
 
 
+# Group of activations, query norm, Hadamard transform, streams collapsed by the sublayer before: V4's rules and V4.1's.
+RULES = {"deepseek_v4": (128, True, True, False), "deepseek_v41": (32, False, False, True)}
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32", "deepseek_v4", "deepseek_v41", "deepseek_v41x"])
+def test_cd_03_model_types_are_whole_names(model_type: str) -> None:
+    own = V41_FLASH if model_type.startswith("deepseek_v41") else V4_FLASH
+    file = changed(published(own), "model_type", model_type)
+    if model_type not in RULES:
+        for make in (lambda: from_checkpoint(file), lambda: replace(own, model_type=model_type)):
+            with pytest.raises(ArgumentError, match=rf"^model_type: got '{model_type}'; must be "):
+                make()
+        return
+    model = from_checkpoint(file)
+    assert (model.model_type, model.is_v41) == (model_type, model_type == "deepseek_v41")
+    assert (model.activation_group, model.q_head_norm, model.index_hadamard, model.hc_pre_from_prev_sublayer) == RULES[model_type]
+    other = next(name for name in RULES if name != model_type)
+    for make in (lambda: from_checkpoint({**file, "model_type": other}), lambda: replace(own, model_type=other)):
+        with pytest.raises(ArgumentError):  # neither is the other under another name
+            make()
+
+
 @pytest.mark.parametrize("model", ["v4", "v41"])
 def test_both_files_of_a_model_agree(model: str) -> None:
     folder, inference = from_checkpoint(GOLDEN / model), from_checkpoint(str(GOLDEN / model / "inference_config.json"))

@@ -234,7 +234,7 @@ def test_device_rules(rule: dispatch.DeviceRule, allowed: set[Capability]) -> No
     assert "this is SM86" in (rule(Device("cuda", (8, 6))) or "this is SM86")
 
 
-# CD-01. What each function's default is on a bare machine, on every CUDA card and on the CPU, and where a library is tried if asked for.
+# What each function's default is on a bare machine, on every CUDA card and on the CPU, and where a library is tried if asked for.
 DEEPGEMM_ON = {(9, 0), (10, 0), (10, 3), (10, 7), (12, 0)}  # not 12.1, where it faults
 FLASHINFER_ON = {(9, 0), (10, 0), (10, 3), (10, 7), (12, 0), (12, 1)}
 MXFP8_ON = {(10, 0), (10, 3), (10, 7), (12, 0), (12, 1)}  # empty below SM100
@@ -255,6 +255,7 @@ EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
     "quantization.quantize_fp8_blocks": ("triton", "inductor", {}),
     "quantization.quantize_mxfp4": ("triton", "inductor", {}),
     "scales.align_mn_major": ("triton", "eager", {"deepgemm": DEEPGEMM_ON}),
+    "scales.deinterleave_hopper_fp4": ("triton", "eager", {}),
     "scales.interleave_hopper_fp4": ("triton", "eager", {}),
     "scales.pack_ue8m0": ("triton", "eager", {"deepgemm": DEEPGEMM_ON}),
     "scales.packed_from_128x4": ("triton", "eager", {}),
@@ -284,7 +285,7 @@ ARGUMENTS = {"scales": torch.zeros(128, 4, dtype=torch.uint8)}
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("function", EXPECTED)
-def test_every_function_on_every_capability(function: str, capability: Capability, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cd_01_every_function_on_every_capability(function: str, capability: Capability, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cards(monkeypatch, capability)
     on_cuda, on_cpu, libraries = EXPECTED[function]
     rows = [replace(row, arguments=any_arguments) for row in dispatch.TABLES[function]]
@@ -315,7 +316,7 @@ def test_an_unknown_generation_and_another_kind_of_device_have_our_own_rows(monk
 
 
 @pytest.mark.usefixtures("table")
-def test_two_cards_of_one_process_resolve_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cd_01_two_cards_of_one_process_resolve_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cards(monkeypatch, (9, 0), (7, 5))
     for _ in range(2):
         assert (chosen(CARD), chosen(OTHER_CARD)) == ("triton", "inductor")

@@ -25,9 +25,6 @@ def loads_of(seed, *shape):
     return counts * torch.where(torch.rand(shape, generator=generator) < 0.1, 40, 1)
 
 
-# The published algorithm
-
-
 def test_vector_of_the_published_readme():
     result = eplb.rebalance(torch.tensor(README), physical=16, ranks=8, groups=4, nodes=2)
     assert result.physical_to_logical.tolist() == [
@@ -71,9 +68,6 @@ def test_published_code(case):
     assert torch.equal(result.physical_to_logical, golden[f"{case}.phy2log"])
     assert torch.equal(result.replicas, golden[f"{case}.log2phy"])
     assert torch.equal(result.counts, golden[f"{case}.logcnt"])
-
-
-# Placements without duplicates
 
 
 @pytest.mark.parametrize(
@@ -128,9 +122,6 @@ def test_distinct_repair_by_hand():
     assert eplb.rebalance(ints([4, 4, 4, 2]), physical=6, ranks=2, distinct_per_rank=True).physical_to_logical.tolist() == [
         [2, 1, 0, 0, 1, 3]
     ]
-
-
-# Maps
 
 
 def placement(**options):
@@ -209,9 +200,6 @@ def test_wrong_tables_never_reach_beyond_the_slots():
     assert eplb.map_to_physical(ints([0, 1, 2, 3], [0, 1, 2, 3]), tables, "row_index").tolist() == [[-1, -1, -1, 3]] * 2
 
 
-# The static rank map
-
-
 def test_rank_map_rules():
     # 4 ranks on 2 nodes, 2 slots each. expert 0: one replica; 1: on ranks 0 and 3; 2: on both ranks of node 0; 3: on rank 1 twice
     logical = torch.tensor([1, 2, 3, 2, 0, 4, 5, 1])
@@ -254,9 +242,6 @@ def test_sglang_order_draws_from_one_generator():
     assert maps.movedim(0, -1).flatten(0, 1).tolist() == expected
     other = eplb.sglang_dispatch_order(replicas, physical=8, ranks=8, seed=43)
     assert not torch.equal(order, other)
-
-
-# Public bugs. EP-02 and EP-07 are not in the list; EP-06 and EP-08 are in test_routing.
 
 
 def test_ep_01_ids_are_mapped_once():

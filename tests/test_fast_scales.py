@@ -181,11 +181,19 @@ def test_utccp_and_hopper_rows(impl: str) -> None:
         want[row // 128 * 128 + 4 * (row % 32) + row % 128 // 32] = byte[row]
     assert got.stride() == (1, 384)
     assert np.array_equal(memory_of(got), packed_memory(want.numpy()))
+    for source in (got, got.contiguous()):
+        back = scales.utccp_rows(source, inverse=True, impl=impl)
+        assert back.stride() == (1, 384)
+        assert np.array_equal(memory_of(back), packed_memory(byte.numpy()))
     experts = some_bytes(3, 192, 8)
     got = scales.interleave_hopper_fp4(experts.view(torch.float8_e8m0fnu), impl=impl)
     view = experts.numpy().reshape(3, 192 // 64, 4, 16, 2, 4).transpose(0, 1, 4, 3, 2, 5).reshape(3, 3, 2, 16, 16)  # M 9.6
     assert got.dtype == torch.uint8
     assert np.array_equal(got.numpy(), view)
+    back = scales.deinterleave_hopper_fp4(torch.from_numpy(view.copy()), impl=impl)
+    assert back.dtype == torch.float8_e8m0fnu
+    assert back.is_contiguous()
+    assert torch.equal(back.view(torch.uint8), experts)
 
 
 LAID_OUT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -222,10 +230,13 @@ def test_strides_and_batches(how: str, impl: str) -> None:
         assert torch.equal(scales.packed_to_128x4(lay(plain)), tiles[0, 0])
         assert torch.equal(scales.packed_from_128x4(lay(tiles[0, 0]), 130), plain)
         assert torch.equal(scales.restride_rows(lay(plain), 200)[:130], plain)
-        assert torch.equal(scales.utccp_rows(lay(plain[:128])), scales.utccp_rows(plain[:128]))
+        for inverse in (False, True):
+            assert torch.equal(scales.utccp_rows(lay(plain[:128]), inverse=inverse), scales.utccp_rows(plain[:128], inverse=inverse))
         assert torch.equal(scales.zero_pad_rows(lay(plain), 7, scale_layout="packed")[:7], plain[:7])
         experts = some_bytes(2, 64, 8)
-        assert torch.equal(scales.interleave_hopper_fp4(lay(experts)), scales.interleave_hopper_fp4(experts))
+        interleaved = scales.interleave_hopper_fp4(lay(experts))
+        assert torch.equal(interleaved, scales.interleave_hopper_fp4(experts))
+        assert torch.equal(scales.deinterleave_hopper_fp4(lay(interleaved)).view(torch.uint8), experts)
 
 
 @pytest.mark.parametrize("impl", WAYS)
@@ -253,8 +264,9 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "zero_pad_rows": (packed(some_bytes(8, 6)), 8, torch.tensor(3), "packed"),
     "zero_pad_rows_": (packed(some_bytes(8, 6)), 5, None, "packed"),
     "restride_rows": (packed(some_bytes(5, 6)), 9),
-    "utccp_rows": (packed(some_bytes(256, 6)),),
+    "utccp_rows": (packed(some_bytes(256, 6)), True),
     "interleave_hopper_fp4": (some_bytes(2, 64, 8),),
+    "deinterleave_hopper_fp4": (some_bytes(2, 1, 2, 16, 16),),
 }
 
 
@@ -339,6 +351,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "fewer rows": (lambda: scales.restride_rows(word(3, 2), 2), "rows: got 2; must be at least 3"),
     "part of a page": (lambda: scales.utccp_rows(word(130, 2)), "packed: got 130; must be a multiple of 128. It counts rows"),
     "part of 64 rows": (lambda: scales.interleave_hopper_fp4(some_bytes(1, 60, 4)), "scales: got 60; must be a multiple of 64"),
+    "rows, not tiles": (lambda: scales.deinterleave_hopper_fp4(some_bytes(1, 64, 4)), r"must have shape \[experts, n/64, k/128, 16, 16\]"),
     "a gradient": (lambda: scales.align_mn_major(torch.ones(2, 4, requires_grad=True)), "scales: got a tensor that requires grad"),
 }
 

@@ -4,6 +4,7 @@ Bounds against fp32 code are counted, in units of U = 2^-24, the largest relativ
 """
 
 from decimal import Decimal, localcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dsv4.fast import routing as fast_routing
 from dsv4.reference import eplb, routing
 from dsv4.reference.numerics import numerics
 from dsv4.types import ArgumentError
@@ -40,9 +42,6 @@ def routed(logits, k, **options):
     """`route` without shared slots, as nested lists."""
     result = routing.route(logits, k, **{"scale": 1.0, **options})
     return result.ids.tolist(), result.weights.tolist()
-
-
-# What the published code computed
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +110,6 @@ def test_official_order_of_operations_in_torch():
     chosen = scores.gather(1, ids)
     total = (chosen.double().sum(1, keepdim=True) + 1e-20).float()
     same_bits(routing.route_weights(scores, ids, scale=2.5), chosen / total * 2.5)
-
-
-# Outside oracles
 
 
 def exact_score(z: float) -> float:
@@ -197,9 +193,6 @@ def test_chain_equals_transformers_router():
     assert ((got - expected).abs() <= 16 * U * expected + 1.5 * 5 * noise / total).all()
 
 
-# Public bugs
-
-
 def test_rt_01_scores_neither_underflow_nor_overflow():
     ramp = routing.gate_scores(fp32(-16, -16.64, -17, -30, 20, 88, 89, 200)[None])[0].tolist()
     assert [f"{ramp[place]:.5e}" for place in (1, 2, 3, 6, 7)] == [
@@ -257,12 +250,21 @@ def test_rt_05_image_rows_by_token_id():
 
 
 @pytest.mark.parametrize("experts", [256, 384])
-def test_rt_07_nothing_is_left_of_an_earlier_call(experts):
+@pytest.mark.parametrize(
+    ("route_topk", "sizes"),
+    [
+        (routing.route_topk, (8, 3, 1, 2, 5, 6, 7)),
+        (partial(fast_routing.route_topk, impl="eager"), (8, 3, 1, 2, 5, 6, 7)),
+        (partial(fast_routing.route_topk, impl="inductor"), (8, 3)),  # each size is a graph
+    ],
+    ids=["reference", "eager", "inductor"],
+)
+def test_rt_07_nothing_is_left_of_an_earlier_call(route_topk, sizes, experts):
     scores = torch.arange(experts, 0, -1).float().expand(5, experts)
-    for k in (8, 3, 1, 2, 5, 6, 7):
-        assert routing.route_topk(scores, k).tolist() == [list(range(k))] * 5
+    for k in sizes:
+        assert route_topk(scores, k).tolist() == [list(range(k))] * 5
     with pytest.raises(ArgumentError, match="number of experts, 4"):
-        routing.route_topk(scores[:, :4], 5)
+        route_topk(scores[:, :4], 5)
 
 
 def test_rt_08_bias_changes_the_choice():
@@ -287,9 +289,6 @@ def test_ep_08_an_expert_twice_counts_twice():
     ids, scores = torch.tensor([[3, 3, 1, 0]]), fp32(0.2, 0.3, 9.0, 0.25)[None]
     assert routing.route_weights(scores, ids)[0].tolist() == fp32(0.25, 0.25, 0.3, 0.2).tolist()
     assert routing.count_experts(ids, torch.zeros(4, dtype=torch.int32)).tolist() == [1, 1, 0, 2]
-
-
-# Selection
 
 
 @pytest.mark.parametrize(
@@ -323,9 +322,6 @@ def test_nan_scores_have_no_slot_and_no_part_in_the_sum():
     assert routed(fp32(NAN, 0.0, NAN, 0.0)[None], 3) == ([[1, 3, -1]], [[0.5, 0.5, 0.0]])
 
 
-# Weights
-
-
 def test_sum_is_added_from_left_to_right_in_fp64_and_rounded_once():
     # 1 + 2^-24 + 2^-24: fp32 addition would stay at 1 twice
     weights = routing.route_weights(fp32(1.0, 2.0**-24, 2.0**-24)[None], torch.tensor([[0, 1, 2]]))
@@ -353,9 +349,6 @@ def test_infinite_scores_follow_ieee():
     weights = routing.route_weights(fp32(INF, 1.0)[None], torch.tensor([[0, 1, -1]]))[0]
     assert weights[0].isnan()
     assert weights[1:].tolist() == [0.0, 0.0]
-
-
-# Slots
 
 
 def test_home_rank_example_of_the_specification():
@@ -424,8 +417,7 @@ def test_counters_are_added_to_and_never_zeroed():
     assert before.tolist() == [5, 0, 7]
 
 
-# The chain: every combination, with literal ids. Experts 3 and 2 (text) or 0 and 1 (image) are ahead by their bias, all scores are equal.
-
+# Experts 3 and 2 (text) or 0 and 1 (image) are ahead by their bias, all scores are equal.
 LOGICAL = {"text": [3, 2], "image": [0, 1]}
 PHYSICAL = {"text": [3, 5], "image": [4, 1]}  # by the static map 0 -> 4, 1 -> 1, 2 -> 5, 3 -> 3 on 6 slots
 HOME = {3: 4, 5: 6, 4: 5, 1: 1}  # rank 1 of 2, three slots and one shared each: p + p div 3; the shared slot is 7
@@ -535,6 +527,8 @@ BOOL, B = torch.zeros(2, dtype=torch.bool), torch.zeros(4)
         ("image_mask", lambda: routing.route_topk(Z, 2, image_mask=BOOL[:1], image_bias=B)),
         ("ids", lambda: routing.route_weights(Z, W)),
         ("ids", lambda: routing.route_weights(Z, IDS[:1])),
+        ("ids", lambda: routing.route_weights(Z, IDS[:, :0])),
+        ("ids", lambda: fast_routing.route_weights(Z, IDS[:, :0])),
         ("scale", lambda: routing.route_weights(Z, IDS, scale=0.0)),
         ("scale", lambda: routing.route_weights(Z, IDS, scale=NAN)),
         ("epsilon", lambda: routing.route_weights(Z, IDS, epsilon=-1e-20)),

@@ -192,10 +192,13 @@ def test_restride_rows(n, rows):
 @pytest.mark.parametrize("rows", [128, 384])
 def test_utccp_rows_are_the_inner_rows_of_the_tiles(rows):
     packed = scales.pack_ue8m0(some_bytes(rows, 12))
-    got = scales.utccp_rows(packed)
-    assert got.stride() == (1, rows)
-    for m in range(rows):
-        assert torch.equal(got[m // 128 * 128 + 4 * (m % 32) + m % 128 // 32], packed[m])
+    m = np.arange(rows)
+    to = m // 128 * 128 + 4 * (m % 32) + m % 128 // 32
+    got, back = scales.utccp_rows(packed), scales.utccp_rows(packed, inverse=True)
+    assert got.stride() == back.stride() == (1, rows)
+    assert np.array_equal(got.numpy()[to], packed.numpy())
+    assert np.array_equal(back.numpy(), packed.numpy()[to])
+    assert torch.equal(scales.utccp_rows(got, inverse=True), packed)
     assert torch.equal(scales.packed_to_128x4(packed), got.reshape(rows // 128, 128, 3).permute(0, 2, 1).reshape(-1, 3, 32, 4))
 
 
@@ -209,6 +212,20 @@ def test_hopper_interleave_equals_the_index_formula(experts, n, groups):
         assert got.dtype == torch.uint8
         assert got.is_contiguous()
         assert np.array_equal(got.numpy(), want)
+    assert torch.equal(scales.deinterleave_hopper_fp4(got).view(torch.uint8), byte)
+
+
+@pytest.mark.parametrize(("experts", "pages", "words"), [(1, 1, 1), (3, 2, 2), (2, 3, 5), (0, 1, 1)])
+def test_hopper_deinterleave_equals_the_index_formula(experts, pages, words):
+    tiles = some_bytes(experts, pages, words, 16, 16)
+    e, r, g = np.indices((experts, 64 * pages, 4 * words))
+    want = tiles.numpy()[e, r // 64, g // 4, r % 16, 4 * (r % 64 // 16) + g % 4]
+    for form in (tiles, tiles.transpose(-1, -2).contiguous().transpose(-1, -2)):
+        got = scales.deinterleave_hopper_fp4(form)
+        assert got.dtype == torch.float8_e8m0fnu
+        assert got.is_contiguous()
+        assert np.array_equal(got.view(torch.uint8).numpy(), want)
+    assert torch.equal(scales.interleave_hopper_fp4(got), tiles)
 
 
 FP32 = torch.ones(8, 4)
@@ -245,6 +262,9 @@ TILED = scales.swizzle_128x4(some_bytes(130, 8))
         (lambda: scales.interleave_hopper_fp4(some_bytes(2, 96, 4)), "scales", "multiple of 64"),
         (lambda: scales.interleave_hopper_fp4(some_bytes(2, 64, 6)), "scales", "multiple of 4"),
         (lambda: scales.interleave_hopper_fp4(FP32), "scales", "encode_e8m0"),
+        (lambda: scales.deinterleave_hopper_fp4(torch.zeros(1, 1, 1, 16, 16)), "interleaved", "uint8"),
+        (lambda: scales.deinterleave_hopper_fp4(some_bytes(1, 64, 4)), "interleaved", "n/64, k/128, 16, 16"),
+        (lambda: scales.deinterleave_hopper_fp4(some_bytes(1, 1, 1, 16, 4)), "interleaved", "n/64, k/128, 16, 16"),
     ],
 )
 def test_wrong_arguments_are_named(call, argument, words):

@@ -41,6 +41,9 @@ def decode_e4m3(codes: Tensor, *, impl: str | None = None) -> Tensor:
 
     Returns:
         fp32 of the same shape; 0x7F and 0xFF are NaN, 0x80 is -0.
+
+    Raises:
+        ArgumentError: another dtype.
     """
     checks.tensor("codes", codes, ("e4m3", "uint8"))
     return _op("decode_e4m3", codes.view(torch.uint8), impl)
@@ -55,6 +58,9 @@ def decode_e5m2(codes: Tensor, *, impl: str | None = None) -> Tensor:
 
     Returns:
         fp32 of the same shape; 0x7C and 0xFC are infinities, the codes above them NaN.
+
+    Raises:
+        ArgumentError: another dtype.
     """
     checks.tensor("codes", codes, ("e5m2", "uint8"))
     return _op("decode_e5m2", codes.view(torch.uint8), impl)
@@ -85,6 +91,9 @@ def decode_e2m1(codes: Tensor, *, impl: str | None = None) -> Tensor:
 
     Returns:
         fp32 of the same shape.
+
+    Raises:
+        ArgumentError: another dtype; bytes with two codes go through `unpack_fp4` first.
     """
     checks.tensor("codes", codes, "uint8")
     return _op("decode_e2m1", codes, impl)
@@ -99,6 +108,9 @@ def encode_e4m3(x: Tensor, *, impl: str | None = None) -> Tensor:
 
     Returns:
         e4m3 of the same shape. Magnitudes above 448 and infinities saturate; NaN of either sign is 0x7F; -0 is 0x80.
+
+    Raises:
+        ArgumentError: another dtype, or a tensor that requires grad.
     """
     checks.tensor("x", x, ("bf16", "fp32"))
     checks.no_grad(x=x)
@@ -117,6 +129,9 @@ def encode_e8m0(x: Tensor, *, rounding: ScaleRounding | str = ScaleRounding.CEIL
     Returns:
         e8m0 of the same shape. Zero and negative numbers are 0, as is whatever lies below 2^-127; finite numbers saturate at 254; NaN and
         both infinities are 255.
+
+    Raises:
+        ArgumentError: another dtype, an unknown rounding, or a tensor that requires grad.
     """
     checks.tensor("x", x, ("bf16", "fp32"))
     rounding = checks.choice("rounding", rounding, ScaleRounding)
@@ -135,6 +150,9 @@ def encode_e2m1(x: Tensor, *, ties: Ties | str = Ties.EVEN, zero_sign: ZeroSign 
 
     Returns:
         uint8 of the same shape, one code a byte. Magnitudes above 6 and infinities saturate; NaN is 0.
+
+    Raises:
+        ArgumentError: another dtype, an unknown option, or a tensor that requires grad.
     """
     checks.tensor("x", x, ("bf16", "fp32"))
     ties, zero_sign = checks.choice("ties", ties, Ties), checks.choice("zero_sign", zero_sign, ZeroSign)
@@ -172,6 +190,9 @@ def unpack_fp4(packed: Tensor, *, order: NibbleOrder | str = NibbleOrder.LOW_FIR
 
     Returns:
         uint8 [..., 2n], one code a byte.
+
+    Raises:
+        ArgumentError: another dtype, no dimension or an unknown order.
     """
     checks.tensor("packed", packed, ("uint8", "int8"), ("...", "n"))
     order = checks.choice("order", order, NibbleOrder)

@@ -56,7 +56,7 @@ def map_to_physical(
     checks.no_grad(uniforms=uniforms, probabilities=probabilities)
     physical = placement.physical_to_logical.shape[0]
     tables = (placement.replicas, placement.counts, placement.rank_map)
-    mapped: Tensor = torch.ops.dsv4.map_to_physical(ids, physical, *tables, str(chosen), rank, words, uniforms, probabilities, impl)
+    mapped: Tensor = torch.ops.dsv4.map_to_physical.default(ids, physical, *tables, str(chosen), rank, words, uniforms, probabilities, impl)
     return mapped
 
 
@@ -82,7 +82,13 @@ def rebalance(loads: Tensor, *, physical: int, ranks: int, groups: int = 1, node
     checks.no_grad(loads=loads)
     if groups % nodes:
         groups = nodes = 1
-    load = loads.detach().to("cpu", torch.float32) + 0.0
+    with torch.device("cpu"):
+        placed = _placed(loads.detach().to("cpu", torch.float32) + 0.0, physical, ranks, groups, nodes, distinct_per_rank)
+    return Rebalanced(*(result.to(loads.device, torch.int32) for result in placed))
+
+
+def _placed(load: Tensor, physical: int, ranks: int, groups: int, nodes: int, distinct_per_rank: bool) -> tuple[Tensor, ...]:
+    """The parts of a Rebalanced."""
     layers, experts = load.shape
     size = experts // groups
     group_loads = load.to(torch.float64).view(layers, groups, size).sum(-1).to(torch.float32)
@@ -100,8 +106,7 @@ def rebalance(loads: Tensor, *, physical: int, ranks: int, groups: int = 1, node
     replicas[torch.arange(layers)[:, None], logical, numbers] = torch.arange(physical, dtype=torch.int32).expand(layers, -1)
     by_rank = logical.view(layers, ranks, physical // ranks).sort(-1).values
     duplicates = (by_rank[..., 1:] == by_rank[..., :-1]).sum(-1)
-    narrow = (result.to(loads.device, torch.int32) for result in (logical, replicas, counts, duplicates))
-    return Rebalanced(*narrow)
+    return logical, replicas, counts, duplicates
 
 
 class _Replicas(NamedTuple):
@@ -139,7 +144,7 @@ def _pack(loads: Tensor, packs: int, experts: Tensor | None = None) -> Tensor:
         return torch.arange(items).repeat(rows, 1)
     packing = _Packing(
         torch.full((rows, packs, size), -1),
-        torch.zeros(rows, packs),
+        torch.zeros(rows, packs, dtype=loads.dtype),
         torch.zeros(rows, packs, dtype=torch.int64),
         torch.zeros(rows, packs, 1 if experts is None else int(experts.max()) + 1, dtype=torch.bool),
     )

@@ -219,10 +219,12 @@ def packed_from_128x4(move: Move, swizzled: Tensor, rows: int) -> Tensor:
     return _view_packed(moved(move, _tiles_of(swizzled, rows), target), (), rows)
 
 
-def utccp_rows(move: Move, packed: Tensor) -> Tensor:
-    """Packed int32 [rows, words] to the same with each page's rows interleaved."""
+def utccp_rows(move: Move, packed: Tensor, inverse: bool) -> Tensor:
+    """Packed int32 [rows, words] to the same with each page's rows interleaved, or from that back."""
     rows, columns = packed.shape
-    return _view_packed(moved(move, _rows_of(packed), Target(1, rows, columns, "columns", interleaved=True)), (), rows)
+    # Interleaved rows lie next to each other, whatever the strides of the tensor that came.
+    source = _rows_of(packed.t().contiguous().t())._replace(interleaved=True) if inverse else _rows_of(packed)
+    return _view_packed(moved(move, source, Target(1, rows, columns, "columns", interleaved=not inverse)), (), rows)
 
 
 def interleave_hopper_fp4(move: Move, scales: Tensor) -> Tensor:
@@ -231,6 +233,14 @@ def interleave_hopper_fp4(move: Move, scales: Tensor) -> Tensor:
     experts, n, columns = words.shape
     target = Target(experts, n, columns, "pages", interleaved=True, page_rows=HOPPER_ROWS)
     return moved(move, _rows_of(words, HOPPER_ROWS), target).view(torch.uint8).view(experts, n // HOPPER_ROWS, columns, 16, 16)
+
+
+def deinterleave_hopper_fp4(move: Move, interleaved: Tensor) -> Tensor:
+    """uint8 [experts, n/64, k/128, 16, 16] to uint8 [experts, n, k/32]."""
+    words = whole_words(interleaved)  # [experts, n/64, k/128, 16, 4]
+    experts, pages, columns = words.shape[:3]
+    source = _tiles_of(words, pages * HOPPER_ROWS, HOPPER_ROWS)
+    return _row_major(move, source, (experts,), columns, columns * WORD_GROUPS, HOPPER_ROWS)
 
 
 def zero_pad_rows(move: Move, scales: Tensor, live_rows: int, live: Tensor | None, scale_layout: str) -> Tensor:
@@ -275,10 +285,11 @@ def _rows_of(words: Tensor, page_rows: int = TILE_ROWS) -> Source:
     return Source(words, words.shape[1], batch, page_rows * row, row, column)
 
 
-def _tiles_of(tiles: Tensor, rows: int) -> Source:
-    """A source of int32 128x4 tiles [..., tiles, columns, 32, 4]."""
+def _tiles_of(tiles: Tensor, rows: int, page_rows: int = TILE_ROWS) -> Source:
+    """A source of int32 tiles [..., tiles, columns, page_rows/4, 4]."""
     *_, count, columns, _, _ = tiles.shape
-    return Source(tiles.contiguous(), rows, count * columns * TILE_ROWS, columns * TILE_ROWS, 1, TILE_ROWS, interleaved=True)
+    page = columns * page_rows
+    return Source(tiles.contiguous(), rows, count * page, page, 1, page_rows, interleaved=True)
 
 
 def _same_layout(scales: Tensor, scale_layout: str) -> tuple[Source, Target]:
@@ -306,8 +317,8 @@ def _tiled(move: Move, words: Tensor) -> Tensor:
     return moved(move, _rows_of(words), target).view(*batch, target.rows // TILE_ROWS, columns, 32, 4)
 
 
-def _row_major(move: Move, source: Source, batch: tuple[int, ...], columns: int, groups: int) -> Tensor:
-    block = moved(move, source, Target(prod(batch), source.rows, columns, "rows"))
+def _row_major(move: Move, source: Source, batch: tuple[int, ...], columns: int, groups: int, page_rows: int = TILE_ROWS) -> Tensor:
+    block = moved(move, source, Target(prod(batch), source.rows, columns, "rows", page_rows=page_rows))
     return block.view(torch.uint8)[..., :groups].reshape(*batch, source.rows, groups).contiguous()
 
 

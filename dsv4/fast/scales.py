@@ -24,6 +24,7 @@ from dsv4.types import ArgumentError, ScaleLayout
 
 __all__ = [
     "align_mn_major",
+    "deinterleave_hopper_fp4",
     "interleave_hopper_fp4",
     "pack_ue8m0",
     "packed_from_128x4",
@@ -131,11 +132,18 @@ _operator(
 _operator(
     "restride_rows", "(Tensor packed, SymInt rows) -> Tensor", lambda packed, rows, impl=None: _empty_packed(packed, rows, packed.shape[1])
 )
-_operator("utccp_rows", "(Tensor packed) -> Tensor", lambda packed, impl=None: _empty_packed(packed, *packed.shape))
+_operator("utccp_rows", "(Tensor packed, bool inverse) -> Tensor", lambda packed, inverse, impl=None: _empty_packed(packed, *packed.shape))
 _operator(
     "interleave_hopper_fp4",
     "(Tensor scales) -> Tensor",
     lambda scales, impl=None: scales.new_empty((scales.shape[0], scales.shape[1] // HOPPER_ROWS, scales.shape[2] // WORD_GROUPS, 16, 16)),
+)
+_operator(
+    "deinterleave_hopper_fp4",
+    "(Tensor interleaved) -> Tensor",
+    lambda interleaved, impl=None: interleaved.new_empty(
+        (interleaved.shape[0], interleaved.shape[1] * HOPPER_ROWS, interleaved.shape[2] * WORD_GROUPS)
+    ),
 )
 
 
@@ -330,11 +338,12 @@ def restride_rows(packed: Tensor, rows: int, *, impl: str | None = None) -> Tens
     return _op("restride_rows", packed, rows, impl)
 
 
-def utccp_rows(packed: Tensor, *, impl: str | None = None) -> Tensor:
+def utccp_rows(packed: Tensor, *, inverse: bool = False, impl: str | None = None) -> Tensor:
     """Packed scales with the rows of each 128-row page transposed: row m of a page goes to row 4 (m mod 32) + m div 32.
 
     Args:
         packed: [rows, words], int32, any strides, rows a multiple of 128.
+        inverse: the way back: row 4 (m mod 32) + m div 32 goes to row m.
         impl: a backend to insist on.
 
     Returns:
@@ -345,7 +354,7 @@ def utccp_rows(packed: Tensor, *, impl: str | None = None) -> Tensor:
     """
     checks.tensor("packed", packed, "int32", ("rows", "words"))
     checks.multiple("packed", packed.shape[0], TILE_ROWS, "It counts rows: restride_rows adds zero rows")
-    return _op("utccp_rows", packed, impl)
+    return _op("utccp_rows", packed, inverse, impl)
 
 
 def interleave_hopper_fp4(scales: Tensor, *, impl: str | None = None) -> Tensor:
@@ -365,6 +374,23 @@ def interleave_hopper_fp4(scales: Tensor, *, impl: str | None = None) -> Tensor:
     checks.multiple("scales", scales.shape[1], HOPPER_ROWS, "n counts weight rows")
     checks.multiple("scales", scales.shape[2], WORD_GROUPS, "k/32 counts groups of 32")
     return _op("interleave_hopper_fp4", bits, impl)
+
+
+def deinterleave_hopper_fp4(interleaved: Tensor, *, impl: str | None = None) -> Tensor:
+    """The inverse of `interleave_hopper_fp4`.
+
+    Args:
+        interleaved: [experts, n/64, k/128, 16, 16], uint8, any strides.
+        impl: a backend to insist on.
+
+    Returns:
+        e8m0 [experts, n, k/32], contiguous.
+
+    Raises:
+        ArgumentError: another dtype or shape.
+    """
+    checks.tensor("interleaved", interleaved, "uint8", ("experts", "n/64", "k/128", 16, 16))
+    return _op("deinterleave_hopper_fp4", interleaved, impl).view(torch.float8_e8m0fnu)
 
 
 def _op(name: str, *arguments: Any) -> Tensor:

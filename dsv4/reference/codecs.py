@@ -56,6 +56,9 @@ def decode_e4m3(codes: Tensor) -> Tensor:
 
     Returns:
         fp32 of the same shape; 0x7F and 0xFF are NaN, 0x80 is -0.
+
+    Raises:
+        ArgumentError: another dtype.
     """
     checks.tensor("codes", codes, ("e4m3", "uint8"))
     return _look_up(_numbers(E4M3), codes)
@@ -69,6 +72,9 @@ def decode_e5m2(codes: Tensor) -> Tensor:
 
     Returns:
         fp32 of the same shape; 0x7C and 0xFC are infinities, the codes above them NaN.
+
+    Raises:
+        ArgumentError: another dtype.
     """
     checks.tensor("codes", codes, ("e5m2", "uint8"))
     return _look_up(_numbers(E5M2), codes)
@@ -97,6 +103,9 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
     Returns:
         fp32 of the same shape.
+
+    Raises:
+        ArgumentError: another dtype; bytes with two codes go through `unpack_fp4` first.
     """
     checks.tensor("codes", codes, "uint8")
     return _look_up(_numbers(E2M1), codes % 16)
@@ -110,6 +119,9 @@ def encode_e4m3(x: Tensor) -> Tensor:
 
     Returns:
         e4m3 of the same shape. Magnitudes above 448 and infinities saturate; NaN of either sign is 0x7F; -0 is 0x80.
+
+    Raises:
+        ArgumentError: another dtype.
     """
     checks.tensor("x", x, ("bf16", "fp32"))
     codes = _sign(x) * 128 + _nearest(x, E4M3, Ties.EVEN)
@@ -127,6 +139,9 @@ def encode_e8m0(x: Tensor, *, rounding: ScaleRounding | str = ScaleRounding.CEIL
     Returns:
         e8m0 of the same shape. Zero and negative numbers are 0, as is whatever lies below 2^-127; finite numbers saturate at 254; NaN and
         both infinities are 255.
+
+    Raises:
+        ArgumentError: another dtype or an unknown rounding.
     """
     checks.tensor("x", x, ("bf16", "fp32"))
     match checks.choice("rounding", rounding, ScaleRounding):
@@ -149,6 +164,9 @@ def encode_e2m1(x: Tensor, *, ties: Ties | str = Ties.EVEN, zero_sign: ZeroSign 
 
     Returns:
         uint8 of the same shape, one code a byte. Magnitudes above 6 and infinities saturate; NaN is 0.
+
+    Raises:
+        ArgumentError: another dtype or an unknown option.
     """
     checks.tensor("x", x, ("bf16", "fp32"))
     ties, zero_sign = checks.choice("ties", ties, Ties), checks.choice("zero_sign", zero_sign, ZeroSign)
@@ -188,6 +206,9 @@ def unpack_fp4(packed: Tensor, *, order: NibbleOrder | str = NibbleOrder.LOW_FIR
 
     Returns:
         uint8 [..., 2n], one code a byte.
+
+    Raises:
+        ArgumentError: another dtype, no dimension or an unknown order.
     """
     checks.tensor("packed", packed, ("uint8", "int8"), ("...", "n"))
     order = checks.choice("order", order, NibbleOrder)

@@ -7,8 +7,9 @@ P physical slots lie on R ranks, P / R on each. `rebalance` turns measured loads
     3. On each node pack the replicas, of load l(e) / replicas(e), onto the ranks.
 
 Packing n items into m packs of n / m: visit the items in descending load (a stable sort); each goes into the lightest pack with room,
-the lowest on ties. Packs of one item take the items as they are. Loads, quotients and pack totals are fp32, each addition rounded. Where
-groups cannot be spread over the nodes evenly, all is one group on one node (V4 and V4.1 have no groups).
+the lowest on ties. Packs of one item take the items as they are. Loads and quotients are fp32. A group's load is summed in fp64 and rounded
+once to fp32; a pack's total is rounded to fp32 after each change. Where groups cannot be spread over the nodes evenly, all is one group
+on one node (V4 and V4.1 have no groups).
 
 That algorithm may put two replicas of an expert on one rank, and the result says how often. With `distinct_per_rank` it does not: step 2
 gives no expert more replicas than the node has ranks, and in step 3 a pack with the expert has no room for it. If no pack is left, the
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import checks, routing_checks
+from dsv4.formats import fp32
 from dsv4.placement import make_placement, rank_dispatch_map, sglang_dispatch_order
 from dsv4.types import DispatchAlgorithm, Placement, Rebalanced
 
@@ -119,17 +121,17 @@ def rebalance(loads: Tensor, *, physical: int, ranks: int, groups: int = 1, node
     routing_checks.load_values(loads)
     if groups % nodes:
         groups = nodes = 1
-    layers = [_place(load, physical, ranks, groups, nodes, distinct_per_rank) for load in loads.to("cpu", torch.float32)]
+    layers = [_place(load, physical, ranks, groups, nodes, distinct_per_rank) for load in loads.detach().to("cpu", torch.float32)]
     most = max((len(held) for layer in layers for held in layer), default=1)
-    replicas = torch.full((*loads.shape, most), -1, dtype=torch.int32)
-    logical = torch.full((loads.shape[0], physical), -1, dtype=torch.int32)
+    replicas = torch.full((*loads.shape, most), -1, dtype=torch.int32, device="cpu")
+    logical = torch.full((loads.shape[0], physical), -1, dtype=torch.int32, device="cpu")
     for index, layer in enumerate(layers):
         for expert, held in enumerate(layer):
-            replicas[index, expert, : len(held)] = torch.tensor(held, dtype=torch.int32)
+            replicas[index, expert, : len(held)] = torch.tensor(held, dtype=torch.int32, device="cpu")
             logical[index, held] = expert
     counts = (replicas >= 0).sum(-1, dtype=torch.int32)
     repeats = [[len(slots) - len(set(slots)) for slots in row.reshape(ranks, -1).tolist()] for row in logical]
-    duplicates = torch.tensor(repeats, dtype=torch.int32).reshape(-1, ranks)
+    duplicates = torch.tensor(repeats, dtype=torch.int32, device="cpu").reshape(-1, ranks)
     return Rebalanced(*(result.to(loads.device) for result in (logical, replicas, counts, duplicates)))
 
 
@@ -167,7 +169,7 @@ def _replicate(load: Tensor, slots: int, most: int) -> tuple[list[int], list[int
     """Step 2: the expert of each slot, which of its replicas it is, and the load of a replica. No expert has more than `most`."""
     held = list(range(len(load)))
     numbers = [0] * len(load)
-    counts = torch.ones(len(load))
+    counts = torch.ones_like(load)
     while len(held) < slots:
         share = torch.where(counts < most, load / counts, -1.0)
         expert = share.tolist().index(share.max().item())  # the first of equals
@@ -200,11 +202,7 @@ def _pack(loads: list[float], packs: int, experts: list[int] | None = None) -> l
             place = max(place for place, other in enumerate(held[pack]) if not has(q, other))
             moved, held[pack][place] = held[pack][place], item
             held[q].append(moved)
-            totals[q] = _fp32(totals[q] + loads[moved])
-            totals[pack] = _fp32(totals[pack] - loads[moved])
-        totals[pack] = _fp32(totals[pack] + loads[item])
+            totals[q] = fp32(totals[q] + loads[moved])
+            totals[pack] = fp32(totals[pack] - loads[moved])
+        totals[pack] = fp32(totals[pack] + loads[item])
     return held
-
-
-def _fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float64).float().item()

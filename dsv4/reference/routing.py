@@ -32,13 +32,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from dsv4 import routing_checks
+from dsv4.formats import fp32
 from dsv4.reference.eplb import map_to_physical
 from dsv4.reference.numerics import fp32_step
 from dsv4.reference.routing_slots import (
     append_shared_slots,
     count_experts,
     float_dtypes,
-    fp32_number,
     mask_padding,
     pack_topk,
     remap_home_rank_slots,
@@ -143,10 +143,10 @@ def route_weights(scores: Tensor, ids: Tensor, *, scale: float = 1.0, epsilon: f
     experts = scores.shape[1]
     present = (ids >= 0) & (ids < experts)
     chosen = torch.where(present, scores.gather(1, ids.clamp(0, experts - 1).long()), 0.0)  # [tokens, k]
-    start = torch.full_like(chosen[:, 0], fp32_number(epsilon), dtype=torch.float64)
+    start = torch.full_like(chosen[:, 0], fp32(epsilon), dtype=torch.float64)
     total = fp32_step(lambda s: reduce(torch.add, s.unbind(1), start)[:, None], chosen)  # [tokens, 1]
     quotient = fp32_step(lambda s, t: torch.where(t == 0, 0.0, s / t), chosen, total)
-    factor = fp32_number(scale)
+    factor = fp32(scale)
     return torch.where(present, fp32_step(lambda u: factor * u, quotient), 0.0)
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import checks, routing_checks
+from dsv4.formats import fp32
 from dsv4.reference.numerics import current_numerics
 from dsv4.types import Numerics, Routed, ScalePlacement
 
@@ -122,7 +123,7 @@ def mask_padding(ids: Tensor, weights: Tensor, live_rows: int | Tensor) -> Route
         ArgumentError: wrong dtypes or shapes, an int out of range. A tensor is not looked at: out of range it counts as the nearest bound.
     """
     routing_checks.slots(ids, weights, float_dtypes())
-    routing_checks.live_rows(live_rows, ids.shape[0], ids)
+    checks.live_rows(live_rows, ids.shape[0], "ids", ids)
     live = torch.arange(ids.shape[0], device=ids.device)[:, None] < live_rows  # [tokens, 1]
     return _kept(ids, weights, live & (ids >= 0))
 
@@ -173,16 +174,11 @@ def float_dtypes() -> tuple[str, ...]:
     return ("fp32",) if current_numerics() is Numerics.STATED else ("fp32", "fp64")
 
 
-def fp32_number(value: float) -> float:
-    """A Python number as the fp32 constant that it is in the formulas."""
-    return torch.tensor(value, dtype=torch.float32).item()
-
-
 def _shared_weight(scale: float, scale_placement: ScalePlacement | str, copies: int) -> float:
     """(1)."""
     routing_checks.scaling(scale)
     applied = routing_checks.scale_placement(scale_placement) is ScalePlacement.ROUTER
-    return fp32_number(1 / ((1.0 if applied else fp32_number(scale)) * copies))
+    return fp32(1 / ((1.0 if applied else fp32(scale)) * copies))
 
 
 def _within(ids: Tensor, weights: Tensor, limit: int) -> Routed:

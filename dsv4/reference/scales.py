@@ -29,6 +29,7 @@ from dsv4.types import ArgumentError, ScaleLayout
 
 __all__ = [
     "align_mn_major",
+    "deinterleave_hopper_fp4",
     "interleave_hopper_fp4",
     "pack_ue8m0",
     "packed_from_128x4",
@@ -43,6 +44,8 @@ __all__ = [
 
 TILE = "... (tile quarter row) word -> ... tile word row quarter"  # (3): r = 128 tile + 32 quarter + row
 ROWS_OF_TILE = "... tile word row quarter -> ... (tile quarter row) word"
+PAGE, TURNED_PAGE = "(page quarter row) word", "(page row quarter) word"
+HOPPER, ROWS_OF_HOPPER = "expert a d c (b e)", "expert (a b c) (d e)"  # row 64 a + 16 b + c, group 4 d + e
 INNER = {"row": 32, "quarter": 4}
 
 
@@ -54,6 +57,9 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 
     Returns:
         int32 [..., rows, ceil(groups/4)] with strides (..., 1, align(rows, 4)).
+
+    Raises:
+        ArgumentError: another dtype or fewer than two dimensions; `encode_e8m0` turns numbers into codes.
     """
     return _column_major(_words(checks.e8m0_bits("scales", scales, ("...", "rows", "groups"))))
 
@@ -84,6 +90,9 @@ def align_mn_major(scales: Tensor) -> Tensor:
 
     Returns:
         fp32, the same shape and values, strides (..., 1, align(rows, 4)).
+
+    Raises:
+        ArgumentError: another dtype or fewer than two dimensions.
     """
     checks.tensor("scales", scales, "fp32", ("...", "rows", "groups"))
     return _column_major(scales)
@@ -97,6 +106,9 @@ def swizzle_128x4(scales: Tensor) -> Tensor:
 
     Returns:
         int32 [..., ceil(rows/128), ceil(groups/4), 32, 4], contiguous; its flat uint8 view is FlashInfer's buffer.
+
+    Raises:
+        ArgumentError: another dtype or fewer than two dimensions; `encode_e8m0` turns numbers into codes.
     """
     return _tiles(_words(checks.e8m0_bits("scales", scales, ("...", "rows", "groups"))))
 
@@ -138,6 +150,9 @@ def packed_to_128x4(packed: Tensor) -> Tensor:
 
     Returns:
         int32 [ceil(rows/128), words, 32, 4], contiguous.
+
+    Raises:
+        ArgumentError: another dtype or rank.
     """
     checks.tensor("packed", packed, "int32", ("rows", "words"))
     return _tiles(packed)
@@ -182,14 +197,7 @@ def zero_pad_rows(scales: Tensor, live_rows: int | Tensor, *, scale_layout: Scal
     else:
         words = rearrange(checks.tensor("scales", scales, "int32", ("tiles", "words", 32, 4)), ROWS_OF_TILE)
     rows = words.shape[0]
-    if isinstance(live_rows, Tensor):
-        checks.tensor("live_rows", live_rows, ("int32", "int64"))
-        checks.same_device("live_rows", live_rows, "scales", scales)
-        if live_rows.dim() > 1 or live_rows.numel() != 1:
-            raise ArgumentError("live_rows", f"shape {list(live_rows.shape)}", "must have shape [] or [1]")
-    else:
-        checks.at_least("live_rows", live_rows, 0)
-        checks.at_most("live_rows", live_rows, rows)
+    checks.live_rows(live_rows, rows, "scales", scales)
     live = torch.arange(rows, device=scales.device)[:, None] < live_rows  # [rows, 1]
     kept = torch.where(live, words, 0)
     return _column_major(kept) if layout is ScaleLayout.PACKED else _tiles(kept)
@@ -213,11 +221,12 @@ def restride_rows(packed: Tensor, rows: int) -> Tensor:
     return _column_major(pad(packed, (0, 0, 0, rows - packed.shape[0])))
 
 
-def utccp_rows(packed: Tensor) -> Tensor:
+def utccp_rows(packed: Tensor, *, inverse: bool = False) -> Tensor:
     """Packed scales with the rows of each 128-row page transposed: row m of a page goes to row 4 (m mod 32) + m div 32.
 
     Args:
         packed: [rows, words], int32, any strides, rows a multiple of 128.
+        inverse: the way back: row 4 (m mod 32) + m div 32 goes to row m.
 
     Returns:
         int32 [rows, words] with strides (1, rows).
@@ -227,7 +236,8 @@ def utccp_rows(packed: Tensor) -> Tensor:
     """
     checks.tensor("packed", packed, "int32", ("rows", "words"))
     checks.multiple("packed", packed.shape[0], TILE_ROWS, "It counts rows: restride_rows adds zero rows")
-    return _column_major(rearrange(packed, "(page quarter row) word -> (page row quarter) word", **INNER))
+    before, after = (TURNED_PAGE, PAGE) if inverse else (PAGE, TURNED_PAGE)
+    return _column_major(rearrange(packed, f"{before} -> {after}", **INNER))
 
 
 def interleave_hopper_fp4(scales: Tensor) -> Tensor:
@@ -245,7 +255,23 @@ def interleave_hopper_fp4(scales: Tensor) -> Tensor:
     bits = checks.e8m0_bits("scales", scales, ("experts", "n", "k/32"))
     checks.multiple("scales", scales.shape[1], 64, "n counts weight rows")
     checks.multiple("scales", scales.shape[2], WORD_GROUPS, "k/32 counts groups of 32")
-    return rearrange(bits, "expert (a b c) (d e) -> expert a d c (b e)", b=4, c=16, e=4).contiguous()
+    return rearrange(bits, f"{ROWS_OF_HOPPER} -> {HOPPER}", b=4, c=16, e=4).contiguous()
+
+
+def deinterleave_hopper_fp4(interleaved: Tensor) -> Tensor:
+    """The inverse of `interleave_hopper_fp4`.
+
+    Args:
+        interleaved: [experts, n/64, k/128, 16, 16], uint8, any strides.
+
+    Returns:
+        e8m0 [experts, n, k/32], contiguous.
+
+    Raises:
+        ArgumentError: another dtype or shape.
+    """
+    checks.tensor("interleaved", interleaved, "uint8", ("experts", "n/64", "k/128", 16, 16))
+    return rearrange(interleaved, f"{HOPPER} -> {ROWS_OF_HOPPER}", b=4, e=4).contiguous().view(torch.float8_e8m0fnu)
 
 
 def _words(bits: Tensor) -> Tensor:

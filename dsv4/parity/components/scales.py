@@ -210,22 +210,35 @@ def _utccp() -> Contract:
     def build(spec: Spec, device: torch.device) -> Call:
         return _packed()({**spec, "rows": spec["pages"] * TILE_ROWS}, device)
 
+    def back(spec: Spec, device: torch.device) -> Call:
+        return Call(build(spec, device).args, {"inverse": True})
+
     specs = strategies.specs(pages=st.integers(1, 4), groups=_wide(), seed=strategies.seeds())
-    return _contract("utccp_rows", (Domain("drawn", build, specs),), invariants.on("drawn", *ALONE), columns=True)
+    domains = Domain("drawn", build, specs), Domain("inverse", back, specs)
+    kept = (*invariants.on("drawn", *ALONE), *invariants.on("inverse", *ALONE))
+    return _contract("utccp_rows", domains, kept, columns=True)
+
+
+def _of_experts(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Spec]:
+    sizes = {"experts": st.integers(1, 3), "n": st.integers(1, 4), "k": st.integers(1, 4)}
+    return strategies.specs(**sizes, **more, seed=strategies.seeds())
 
 
 def _hopper() -> Contract:
     def build(spec: Spec, device: torch.device) -> Call:
         return _row_major({**spec, "batch": [spec["experts"]], "rows": 64 * spec["n"], "groups": 4 * spec["k"]}, device)
 
-    specs = strategies.specs(
-        experts=st.integers(1, 3),
-        n=st.integers(1, 4),
-        k=st.integers(1, 4),
-        dtype=st.sampled_from(["e8m0", "uint8"]),
-        seed=strategies.seeds(),
-    )
-    return _contract("interleave_hopper_fp4", (Domain("drawn", build, specs),), invariants.on("drawn", *ALONE, *BY_ROW), rows=Rows())
+    domain = Domain("drawn", build, _of_experts(dtype=st.sampled_from(["e8m0", "uint8"])))
+    return _contract("interleave_hopper_fp4", (domain,), invariants.on("drawn", *ALONE, *BY_ROW), rows=Rows())
+
+
+def _hopper_back() -> Contract:
+    def build(spec: Spec, device: torch.device) -> Call:
+        shape = (spec["experts"], spec["n"], spec["k"], 16, 16)
+        return Call((strategies.random_bits(shape, spec["seed"], torch.uint8).to(device),))
+
+    kept = invariants.on("drawn", *ALONE, *BY_ROW)
+    return _contract("deinterleave_hopper_fp4", (Domain("drawn", build, _of_experts()),), kept, rows=Rows())
 
 
 CONTRACTS = (
@@ -245,4 +258,5 @@ CONTRACTS = (
     _restride(),
     _utccp(),
     _hopper(),
+    _hopper_back(),
 )

@@ -146,15 +146,18 @@ def _new_rows_stale(packed: Tensor, rows: int) -> Tensor:
     return grown
 
 
-def _utccp_inverse(packed: Tensor) -> Tensor:
-    words = packed.unflatten(0, (-1, 32, 4)).transpose(1, 2).flatten(0, 2)
-    return right.restride_rows(words, packed.shape[0])
+def _utccp_inverse(packed: Tensor, *, inverse: bool = False) -> Tensor:
+    return right.utccp_rows(packed, inverse=not inverse)
 
 
-def _first_page(packed: Tensor) -> Tensor:
+def _first_page(packed: Tensor, *, inverse: bool = False) -> Tensor:
     result = right.restride_rows(packed, packed.shape[0])
-    result[:WRITTEN] = right.utccp_rows(packed[:WRITTEN])
+    result[:WRITTEN] = right.utccp_rows(packed[:WRITTEN], inverse=inverse)
     return result
+
+
+def _one_way(packed: Tensor, *, inverse: bool = False) -> Tensor:
+    return right.utccp_rows(packed)
 
 
 def _hopper_transposed(scales: Tensor) -> Tensor:
@@ -165,6 +168,16 @@ def _hopper_flat(scales: Tensor) -> Tensor:
     experts, n, groups = scales.shape
     pages = _bits(scales).reshape(experts, n // 64, 64, groups // 4, 4)
     return pages.transpose(2, 3).reshape(experts, n // 64, groups // 4, 16, 16)
+
+
+def _hopper_back_transposed(interleaved: Tensor) -> Tensor:
+    return right.deinterleave_hopper_fp4(interleaved.transpose(-1, -2))
+
+
+def _hopper_back_flat(interleaved: Tensor) -> Tensor:
+    experts, n, k = interleaved.shape[:3]
+    rows = interleaved.reshape(experts, n, k, 64, 4).transpose(2, 3)
+    return rows.reshape(experts, 64 * n, 4 * k).view(torch.float8_e8m0fnu)
 
 
 def _mutant(number: int, function: str, call: Callable[..., Any], fault: str, source: str = "") -> Mutant:
@@ -198,4 +211,7 @@ MUTANTS = (
     _mutant(24, "utccp_rows", _first_page, "only the first 128 rows permuted"),
     _mutant(25, "interleave_hopper_fp4", _hopper_transposed, "rows and columns of a 16 x 16 tile transposed"),
     _mutant(26, "interleave_hopper_fp4", _hopper_flat, "64 rows after each other, no interleaving"),
+    _mutant(27, "utccp_rows", _one_way, "the same permutation in both directions"),
+    _mutant(28, "deinterleave_hopper_fp4", _hopper_back_transposed, "rows and columns of a 16 x 16 tile transposed"),
+    _mutant(29, "deinterleave_hopper_fp4", _hopper_back_flat, "64 rows after each other, no interleaving"),
 )
