@@ -1,1 +1,4 @@
-"""Measurements, each run as `python -m benchmarks.NAME`."""
+"""Measurements of a checkout, no part of the wheel.
+
+`dsv4 bench COMPONENT` times the cases of the module of that name; `suite` says how. `real_weights` is a program of its own.
+"""

@@ -1,13 +1,10 @@
-"""How to time: a CUDA graph whose inputs rotate beyond the L2 cache, beside a copy of as many bytes; wall time on the CPU."""
+"""The stop-watch: a CUDA graph whose inputs rotate beyond the L2 cache, the host's time to issue a call, wall time on the CPU."""
 
 from __future__ import annotations
 
-import json
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,38 +12,33 @@ import torch
 from torch import Tensor
 
 MEASUREMENTS = 5
+CALLS = 20  # of a graph, at least
+COPIES = 1024  # of an input, at most: inputs below 60 kB stay in the cache of an H200
 
 
-@dataclass(frozen=True)
-class Timing:
-    """One line of a benchmark."""
-
-    name: str
-    microseconds: float
-    gigabytes_per_second: float | None = None
-    share_of_copy: float | None = None
-    against: float | None = None  # microseconds of what it is compared with
-
-    def __str__(self) -> str:
-        parts = [f"{self.name:<44}{self.microseconds:>12.1f} us"]
-        if self.gigabytes_per_second is not None:
-            parts.append(f"{self.gigabytes_per_second:>9.0f} GB/s")
-        if self.share_of_copy is not None:
-            parts.append(f"{100 * self.share_of_copy:>7.1f} % of a copy")
-        if self.against is not None:
-            parts.append(f"{self.against:>12.1f} us reference, {self.against / self.microseconds:.1f} times as long")
-        return "".join(parts)
+def microseconds(run: Callable[[Tensor], Any], first: Tensor) -> tuple[float | None, float]:
+    """Device time of one `run`, None on the CPU, and the host's time to issue it."""
+    if not first.is_cuda:
+        return None, host_microseconds(partial(run, first))
+    inputs = rotating(first)
+    return device_microseconds(run, inputs, calls=max(CALLS, len(inputs))), host_microseconds(partial(run, first))
 
 
-def copies_beyond_cache(tensor: Tensor) -> list[Tensor]:
-    """A tensor and as many clones of it as make reading them in turn miss the L2 cache."""
+def rotating(tensor: Tensor) -> list[Tensor]:
+    """A tensor and as many copies of it as make reading them in turn miss the L2 cache."""
     cache = torch.cuda.get_device_properties(tensor.device).L2_cache_size
-    return [tensor, *(tensor.clone() for _ in range(3 * cache // max(tensor.nbytes, 1)))]
+    return [tensor, *(duplicate(tensor) for _ in range(min(3 * cache // max(tensor.nbytes, 1), COPIES)))]
 
 
-def device_microseconds(run: Callable[[Tensor], Any], inputs: Sequence[Tensor], *, calls: int = 20) -> float:
+def duplicate(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, padded ones too."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def device_microseconds(run: Callable[[Tensor], Any], inputs: Sequence[Tensor], *, calls: int) -> float:
     """Median device time of one `run`, from replays of a CUDA graph of `calls` of them that takes the inputs in turn."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for tensor in inputs:
             run(tensor)
@@ -67,15 +59,8 @@ def device_microseconds(run: Callable[[Tensor], Any], inputs: Sequence[Tensor], 
     return median(times)
 
 
-def copy_microseconds(nbytes: int, device: torch.device) -> float:
-    """Device time of a copy that reads and writes `nbytes` in all, from buffers that rotate beyond the cache."""
-    sources = copies_beyond_cache(torch.zeros(nbytes // 2, dtype=torch.uint8, device=device))
-    target = torch.empty_like(sources[0])
-    return device_microseconds(target.copy_, sources)
-
-
-def host_microseconds(run: Callable[[], Any], *, seconds: float = 0.5) -> float:
-    """Median wall time of one `run` after a first one, over at least three and about `seconds`."""
+def host_microseconds(run: Callable[[], Any], *, seconds: float = 0.1) -> float:
+    """Median wall time of one `run` after a first one, over at least three and about `seconds`. Waits for no device."""
     run()
     times: list[float] = []
     while len(times) < 3 or (sum(times) < seconds and len(times) < 1000):
@@ -88,13 +73,3 @@ def host_microseconds(run: Callable[[], Any], *, seconds: float = 0.5) -> float:
 def nbytes(*tensors: Tensor) -> int:
     """Bytes of all elements."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def report(timings: Sequence[Timing], path: str | None) -> None:
-    """Write the timings, with what they were measured on, to a JSON file if there is one."""
-    if path is None:
-        return
-    cuda = torch.cuda.is_available()
-    where = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    lines = {"device": where, "torch": torch.__version__, "timings": [asdict(timing) for timing in timings]}
-    Path(path).write_text(json.dumps(lines, indent=1) + "\n")

@@ -1,94 +1,78 @@
-"""Quantisers: `python -m benchmarks.quantization [--json FILE] [--tokens N ...]`.
-
-On CUDA: device time of each format and scale layout on 65536 x 4096 bf16, and the share of the bandwidth that a copy of as many bytes gets
-in the same run. On the CPU: the fast path beside the reference at 16, 256 and 4096 tokens.
-"""
+"""Quantisers and their inverses, each beside a copy of the bytes that it reads and writes."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Timing, copies_beyond_cache, copy_microseconds, device_microseconds, host_microseconds, nbytes, report
-from dsv4.fast import quantization as quick
-from dsv4.reference import quantization as plain
+from benchmarks.case import PRESETS, Case, activations, library_call
+from dsv4.configs import ModelConfig
+from dsv4.fast import quantization
+from dsv4.fast.adapters import flashinfer
 
-ROWS, WIDTH = 65536, 4096
-TOKENS = (16, 256, 4096)
-UE8M0_LAYOUTS = ("rows", "packed", "128x4")
+LAYOUTS = (("ue8m0", "rows"), ("ue8m0", "packed"), ("ue8m0", "128x4"), ("fp32", "rows"), ("fp32", "mn_major"))
 
 
-def cases(module: Any) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
-    """Every quantiser of a module, by name."""
+def cases(tokens: int, device: torch.device) -> Iterator[Case]:
+    """Activations in each layout that a product takes and back, KV rows and index keys, and a dense weight's blocks."""
+    for preset, config in PRESETS.items():
+        x = activations(tokens, config.hidden_size, device)
+        label = f"{preset}, {tokens} tokens x {config.hidden_size}"
+        yield from _fp8(label, x, config.activation_group)
+        yield from _back(label, *quantization.quantize_fp8(x, config.activation_group), config.activation_group)
+        yield from _cached_rows(preset, config, tokens, device)
+        yield from _fp4(label, x)
+        yield _blocks(preset, activations(config.q_lora_rank, config.hidden_size, device), config.weight_block_size)
+
+
+def sweep(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
+    """Every format and layout of one matrix."""
+    x, label = activations(rows, columns, device), f"{rows} x {columns}"
     for group in (128, 32):
-        for layout in UE8M0_LAYOUTS:
-            yield f"quantize_fp8 {group} ue8m0 {layout}", partial(module.quantize_fp8, group=group, scale_layout=layout)
-    for layout in ("rows", "mn_major"):
-        yield f"quantize_fp8 128 fp32 {layout}", partial(module.quantize_fp8, group=128, scale="fp32", scale_layout=layout)
-    yield "quantize_fp8_blocks 128x128", module.quantize_fp8_blocks
-    yield "quantize_mxfp4 32", module.quantize_mxfp4
-    yield "quantize_fp4_e4m3 16", module.quantize_fp4_e4m3
-    for group, form in ((64, "fp8"), (32, "mxfp4"), (16, "fp4_e4m3")):
-        yield f"fake_quantize {group} {form}", partial(module.fake_quantize, group=group, format=form)
+        yield from _fp8(label, x, group)
+    for block in ((128, 128), (32, 32)):
+        yield _blocks(label, x, block)
+    yield from _fp4(label, x)
+    for group, form in ((64, "fp8"), (32, "fp8"), (32, "mxfp4"), (16, "fp4_e4m3")):
+        yield Case("quantization.fake_quantize", f"{label}, {group} {form}", (x, group), {"format": form})
+    for scale, layout in LAYOUTS:
+        yield from _back(label, *quantization.quantize_fp8(x, 128, scale=scale, scale_layout=layout), 128, scale, layout)
+    yield from _back(label, *quantization.quantize_mxfp4(x), 32, "mxfp4")
+    yield from _back(label, *quantization.quantize_fp4_e4m3(x), 16, "fp4_e4m3")
 
 
-def dequantizers(module: Any, x: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Any], Tensor, Tensor]]:
-    """Every dequantiser, with its codes and scales."""
-    for layout in UE8M0_LAYOUTS:
-        codes, scales = quick.quantize_fp8(x, 128, scale_layout=layout)
-        yield f"dequantize fp8 128 {layout}", partial(module.dequantize, scales=scales, group=128, scale_layout=layout), codes, scales
-    codes, scales = quick.quantize_mxfp4(x)
-    yield "dequantize mxfp4 32", partial(module.dequantize, scales=scales, group=32), codes, scales
+def _fp8(label: str, x: Tensor, group: int) -> Iterator[Case]:
+    for scale, layout in LAYOUTS:
+        options = {"scale": scale, "scale_layout": layout}
+        yield Case("quantization.quantize_fp8", f"{label}, {group} {scale} {layout}", (x, group), options)
+    if group == 32:
+        raw = library_call(flashinfer.LIBRARY, flashinfer.MXFP8_QUANTIZE, x.device, lambda function, given: function(given, True))
+        options = {"scale_layout": "128x4", "amax_floor": "flashinfer"}
+        yield Case("quantization.quantize_fp8", f"{label}, 32 ue8m0 128x4, FlashInfer's floor", (x, group), options, raw)
 
 
-def tensors(result: Any) -> tuple[Tensor, ...]:
-    """What a call wrote."""
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+def _fp4(label: str, x: Tensor) -> Iterator[Case]:
+    yield Case("quantization.quantize_mxfp4", f"{label}, 32", (x, 32))
+    yield Case("quantization.quantize_fp4_e4m3", f"{label}, 16", (x, 16))
 
 
-def on_device(device: torch.device) -> Iterator[Timing]:
-    """Device times at one shape, each beside a copy of as many bytes."""
-    x = torch.randn(ROWS, WIDTH, device=device).to(torch.bfloat16)
-    inputs = copies_beyond_cache(x)
-    for name, run in cases(quick):
-        yield beside_copy(name, run, inputs, nbytes(x, *tensors(run(x))))
-    for name, run, codes, scales in dequantizers(quick, x):
-        yield beside_copy(name, run, copies_beyond_cache(codes), nbytes(codes, scales, *tensors(run(codes))))
+def _blocks(label: str, weight: Tensor, block: tuple[int, int]) -> Case:
+    shape = f"{weight.shape[0]} x {weight.shape[1]}"
+    named = label if shape in label else f"{label}, {shape}"
+    return Case("quantization.quantize_fp8_blocks", f"{named}, blocks of {block[0]} x {block[1]}", (weight, block))
 
 
-def beside_copy(name: str, run: Callable[[Tensor], Any], inputs: list[Tensor], moved: int) -> Timing:
-    """A device time, and the share of a copy's bandwidth."""
-    taken, copied = device_microseconds(run, inputs), copy_microseconds(moved, inputs[0].device)
-    return Timing(name, taken, moved / taken / 1000, copied / taken)
+def _back(label: str, codes: Tensor, grid: Tensor, group: int, form: str = "ue8m0", layout: str = "rows") -> Iterator[Case]:
+    yield Case("quantization.dequantize", f"{label}, {group} {form} {layout}", (codes, grid, group), {"scale_layout": layout})
 
 
-def on_host(tokens: Sequence[int]) -> Iterator[Timing]:
-    """Wall times beside the reference's."""
-    for rows in tokens:
-        x = torch.randn(rows, WIDTH).to(torch.bfloat16)
-        for (name, run), (_, slow) in zip(cases(quick), cases(plain), strict=True):
-            yield Timing(f"{name}, {rows} tokens", host_microseconds(partial(run, x)), against=host_microseconds(partial(slow, x)))
-        for (name, run, codes, _), (_, slow, _, _) in zip(dequantizers(quick, x), dequantizers(plain, x), strict=True):
-            yield Timing(f"{name}, {rows} tokens", host_microseconds(partial(run, codes)), against=host_microseconds(partial(slow, codes)))
-
-
-def main() -> None:
-    """Print the timings, and write them if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="also write the timings there")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help="on the CPU")
-    arguments = parser.parse_args()
-    timings = []
-    for timing in on_device(torch.device("cuda")) if torch.cuda.is_available() else on_host(arguments.tokens):
-        print(timing, flush=True)
-        timings.append(timing)
-    report(timings, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+def _cached_rows(preset: str, config: ModelConfig, tokens: int, device: torch.device) -> Iterator[Case]:
+    window = config.head_dim if config.is_v41 else config.head_dim - config.qk_rope_head_dim
+    forms = [("KV", window, 32 if config.is_v41 else 64, "fp8"), ("index keys", config.index_head_dim, 32, "mxfp4")]
+    if config.is_v41:
+        forms.append(("compressed KV", config.head_dim, 16, "fp4_e4m3"))
+    for name, width, group, form in forms:
+        label = f"{preset}, {tokens} {name} x {width}, {group} {form}"
+        yield Case("quantization.fake_quantize", label, (activations(tokens, width, device), group), {"format": form})

@@ -1,155 +1,134 @@
-"""The fused router: `python -m benchmarks.routing [--variants] [--json FILE]`.
-
-On CUDA: device time of one call under a CUDA graph whose logits rotate beyond the L2 cache, beside an empty kernel, torch's chain of
-operators in fp32 and the reference, and the host's time to issue the call. The bars: an empty kernel and 3 us at 64 tokens, 10 us at 4096
-tokens of 384 experts. `--variants` also times the kernel without its fp32 filter and with fewer programs. On the CPU: wall time beside
-the reference; the bar is the reference's time from 16 tokens on.
-"""
+"""The router: the fused step from logits beside an empty kernel, torch's chain and FlashInfer, and its single steps."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Timing, copies_beyond_cache, device_microseconds, host_microseconds, report
+from benchmarks.case import PRESETS, Case, activations, library_call
+from benchmarks.eplb import K, replicated
+from dsv4.configs import V41_FLASH
 from dsv4.fast import routing
-from dsv4.reference import eplb
-from dsv4.reference import routing as reference
+from dsv4.fast.adapters import flashinfer
 
-TOKENS = (1, 64, 512, 4096)
-EXPERTS = (256, 384)
-K = 6
-IMAGE = 129264
-
-Call = Callable[[Tensor], object]
+IMAGE, TEXT = V41_FLASH.vision.image_token_id, 7  # token ids
+WIDTH = 4096  # of the hidden state, where a shape has tokens and experts alone
+RANKS, RANK = 8, 3
 
 
-@dataclass(frozen=True)
-class RouterTiming(Timing):
-    """A line with the host's time to issue the call."""
-
-    tokens: int = 0
-    experts: int = 0
-    host_microseconds: float | None = None
-
-    def __str__(self) -> str:
-        line = f"{self.tokens:>5} x {self.experts:<5}{self.name:<44}{self.microseconds:>12.2f} us"
-        return line if self.host_microseconds is None else f"{line}{self.host_microseconds:>12.1f} us host"
+def cases(tokens: int, device: torch.device) -> Iterator[Case]:
+    """A layer of each preset: the whole step as it is served, and the steps one by one."""
+    for preset, config in PRESETS.items():
+        experts, k, scale = config.n_routed_experts, config.num_experts_per_tok, config.routed_scaling_factor
+        label = f"{preset}, {tokens} tokens, {k} of {experts}"
+        yield from _whole(label, _logits(tokens, experts, device), k, scale, images=config.vision is not None)
+        if config.num_hash_layers:
+            yield _by_token(label, _logits(tokens, experts, device), k, scale)
+        yield from _steps(label, tokens, config.hidden_size, experts, k, scale, device)
 
 
-def serving(tokens: int, experts: int, device: torch.device) -> dict[str, object]:
-    """What a rank of V4.1 passes: both biases, image rows by token id, replicas, a home-rank shared slot, padding, counters."""
-    logical = (torch.arange(experts + 32, device=device) % experts).to(torch.int32)
-    return {
-        "scale": 1.5,
-        "bias": torch.randn(experts, device=device) * 0.1,
-        "image_bias": torch.randn(experts, device=device) * 0.1,
-        "token_ids": torch.where(torch.rand(tokens, device=device) < 0.3, IMAGE, 7),
-        "image_token_id": IMAGE,
-        "placement": eplb.make_placement(logical, experts),
+def sweep(rows: int, columns: int, device: torch.device) -> Iterator[Case]:
+    """So many tokens and experts, with all that any preset asks."""
+    k, scale = min(K, columns), V41_FLASH.routed_scaling_factor
+    label = f"{rows} tokens, {k} of {columns}"
+    yield from _whole(label, _logits(rows, columns, device), k, scale, images=True)
+    yield _by_token(label, _logits(rows, columns, device), k, scale)
+    yield from _steps(label, rows, WIDTH, columns, k, scale, device)
+
+
+def _logits(tokens: int, experts: int, device: torch.device) -> Tensor:
+    return torch.randn(tokens, experts, device=device) * 2
+
+
+def _bias(experts: int, device: torch.device) -> Tensor:
+    return torch.randn(experts, device=device) * 0.1
+
+
+def _whole(label: str, logits: Tensor, k: int, scale: float, *, images: bool) -> Iterator[Case]:
+    """Plain, all that serving asks, and all logits equal: no row is then decided by the kernel's filter, which is its worst case."""
+    device, limit = logits.device, _least(logits.device)
+    bias = _bias(logits.shape[1], device)
+    chain = {"torch's chain": partial(_chain, k=k, scale=scale, bias=bias)}
+    yield Case("routing.route", f"{label}, plain", (logits, k), {"scale": scale, "bias": bias}, chain, limit)
+    serving = {"scale": scale, "bias": bias, **_serving(*logits.shape, device, images=images)}
+    yield Case("routing.route", f"{label}, all that serving asks", (logits, k), serving, limit=limit)
+    equal = torch.zeros_like(logits)
+    yield Case("routing.route", f"{label}, all logits equal", (equal, k), {"scale": scale}, limit=limit)
+
+
+def _serving(tokens: int, experts: int, device: torch.device, *, images: bool) -> dict[str, Any]:
+    """What a rank passes: replicas, a shared slot of its own, padding, counters, and image rows by token id."""
+    placement = replicated(experts, device)
+    options = {
+        "placement": placement,
         "algorithm": "row_modulo",
         "shared": 1,
         "shared_slots": "home_rank",
-        "ranks": 8,
-        "rank": 3,
+        "ranks": RANKS,
+        "rank": RANK,
         "live_rows": torch.tensor(tokens - tokens // 16, device=device),
-        "counts": torch.zeros(experts + 32, dtype=torch.int32, device=device),
+        "counts": torch.zeros(len(placement.physical_to_logical), dtype=torch.int32, device=device),
     }
+    if images:
+        ids = torch.where(torch.rand(tokens, device=device) < 0.3, IMAGE, TEXT)
+        options |= {"image_bias": _bias(experts, device), "token_ids": ids, "image_token_id": IMAGE}
+    return options
 
 
-def torch_chain(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores, choice and weights alone, operator by operator in fp32."""
+def _by_token(label: str, logits: Tensor, k: int, scale: float) -> Case:
+    """Beside FlashInfer's, which gives weights without the scale."""
+    (tokens, experts), device, vocabulary = logits.shape, logits.device, V41_FLASH.vocab_size
+    table = torch.randint(0, experts, (vocabulary, k), dtype=torch.int32, device=device)
+    ids = torch.randint(0, vocabulary, (tokens,), device=device)
+    raw = library_call(flashinfer.LIBRARY, flashinfer.HASH_TOPK, device, lambda _, given: flashinfer.hash_topk(given, ids, table))
+    options = {"scale": scale, "token_ids": ids, "table": table}
+    read = ids.nbytes + tokens * k * (table.element_size() + logits.element_size())
+    return Case("routing.route", f"{label}, by token", (logits, k), options, raw, _least(device), read)
+
+
+def _steps(label: str, tokens: int, width: int, experts: int, k: int, scale: float, device: torch.device) -> Iterator[Case]:
+    x, weight, bias = activations(tokens, width, device), activations(experts, width, device), _bias(experts, device)
+    product = {"torch's bf16 product (arithmetic limit)": lambda given: given @ weight.T}
+    yield Case("routing.gate_logits", f"{label}, {width} wide", (x, weight), raw=product)
+    scores = routing.gate_scores(_logits(tokens, experts, device))
+    ids = routing.route_topk(scores, k)
+    weights = routing.route_weights(scores, ids, scale=scale)
+    yield Case("routing.gate_scores", label, (_logits(tokens, experts, device),))
+    yield Case("routing.route_topk", label, (scores, k), {"bias": bias}, {"torch.topk": lambda given: given.topk(k, dim=1)})
+    yield Case("routing.route_weights", label, (scores, ids), {"scale": scale}, read=2 * ids.nbytes)
+    token_ids = torch.randint(0, 64, (tokens,), device=device)
+    table = torch.randint(0, experts, (64, k), dtype=torch.int32, device=device)
+    yield Case("routing.route_hash", label, (scores, token_ids, table), read=token_ids.nbytes + ids.nbytes)
+    yield Case("routing.append_shared_slots", label, (ids, weights, 1), {"experts": experts})
+    yield Case("routing.remap_home_rank_slots", label, (ids, weights, 1), {"experts": experts, "ranks": RANKS, "rank": RANK})
+    yield Case("routing.mask_padding", label, (ids, weights, torch.tensor(tokens - tokens // 16, device=device)))
+    yield Case("routing.pack_topk", label, (ids, weights))
+    yield Case("routing.count_experts", label, (ids, torch.zeros(experts, dtype=torch.int32, device=device)))
+
+
+def _chain(logits: Tensor, k: int, scale: float, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores, choice and weights, operator by operator in fp32."""
     scores = torch.nn.functional.softplus(logits).sqrt()
-    ids = (scores + bias).topk(K, dim=1).indices
+    ids = (scores + bias).topk(k, dim=1).indices
     weights = scores.gather(1, ids)
-    return ids, weights / (weights.sum(1, keepdim=True) + 1e-20) * 1.5
+    return ids, weights / weights.sum(1, keepdim=True) * scale
 
 
-def calls(tokens: int, experts: int, device: torch.device) -> Iterator[tuple[str, Call]]:
-    """What is timed on every device."""
-    bias = torch.randn(experts, device=device) * 0.1
-    options = serving(tokens, experts, device)
-    yield "route: scores, top-k, weights", partial(routing.route, k=K, scale=1.5, bias=bias)
-    yield "route: with all that serving asks", partial(routing.route, k=K, **options)
-    yield "torch's chain", partial(torch_chain, bias=bias)
-    yield "reference", partial(reference.route, k=K, scale=1.5, bias=bias)
+def _least(device: torch.device) -> tuple[str, Callable[[Tensor], Any]] | None:
+    """A launch that does nothing: what no kernel of one step can be faster than."""
+    return ("an empty kernel", _empty_kernel()) if device.type == "cuda" else None
 
 
-def cuda_calls(tokens: int, experts: int, device: torch.device, variants: bool) -> Iterator[tuple[str, Call]]:
-    """An empty kernel, and the kernel's variants."""
+@cache
+def _empty_kernel() -> Callable[[Tensor], Any]:
     import triton
 
-    from dsv4.fast.kernels.route import PROGRAMS, route
-
-    @triton.jit  # type: ignore[untyped-decorator]
-    def nothing(x_ptr):  # type: ignore[no-untyped-def]
+    @triton.jit
+    def nothing(x_ptr):
         pass
 
-    yield "empty kernel", lambda logits: nothing[(1,)](logits, num_warps=1)
-    if not variants:
-        return
-    absent = ["image_bias", "image_mask", "token_ids", "image_token_id", "table", "replicas", "replica_counts", "drawn", "probabilities"]
-    plain = dict.fromkeys(absent) | {"bias": torch.randn(experts, device=device) * 0.1, "algorithm": "none", "physical": experts}
-    plain |= {"counts": None, "ranks": 1, "rank": 0, "shared": 0, "home_rank": False, "shared_weight": 0.0, "live_rows": tokens}
-    for filtered, registers, programs in product((True, False), (None, 64, 80), (528, 1056, 2112, 4096)):
-        if programs == PROGRAMS or tokens > programs:
-            options = {**plain, "filtered": filtered, "registers": registers, "programs": programs}
-            name = f"{'filtered' if filtered else 'all exact'}, {programs} programs, {registers or 'free'} registers"
-            yield name, partial(route, k=K, scale=1.5, epsilon=1e-20, **options)  # type: ignore[arg-type]
-
-
-def timed(name: str, call: Call, logits: Tensor) -> RouterTiming:
-    """A line. The reference on CUDA has no graph: it allocates and waits as it likes."""
-    tokens, experts = logits.shape
-
-    def finished() -> None:
-        call(logits)
-        if logits.is_cuda:
-            torch.cuda.synchronize()
-
-    if not logits.is_cuda or name == "reference":
-        return RouterTiming(name, host_microseconds(finished, seconds=0.1), tokens=tokens, experts=experts)
-    host = host_microseconds(partial(call, logits), seconds=0.1)
-    taken = device_microseconds(call, copies_beyond_cache(logits)[:64])
-    return RouterTiming(name, taken, tokens=tokens, experts=experts, host_microseconds=host)
-
-
-def timings(device: torch.device, variants: bool) -> Iterator[RouterTiming]:
-    """All lines, in order. Equal logits in every row are the worst case of the kernel: no row can be decided by its fp32 filter."""
-    for experts in EXPERTS:
-        for tokens in TOKENS:
-            logits = torch.randn(tokens, experts, device=device) * 2
-            cases = list(calls(tokens, experts, device))
-            if device.type == "cuda":
-                cases = [*cuda_calls(tokens, experts, device, variants), *cases]
-            for name, call in cases:
-                yield timed(name, call, logits)
-            if device.type == "cuda":
-                ties = torch.zeros_like(logits)
-                taken = device_microseconds(partial(routing.route, k=K, scale=1.5), [ties])
-                yield RouterTiming("route: all logits equal", taken, tokens=tokens, experts=experts)
-
-
-def main() -> None:
-    """Print and keep the timings."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", action="store_true", help="time the kernel's variants, too")
-    parser.add_argument("--json", help="file for the timings")
-    arguments = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    kept = []
-    for timing in timings(device, arguments.variants):
-        kept.append(timing)
-        print(timing, flush=True)
-    report(kept, arguments.json)
-
-
-if __name__ == "__main__":
-    main()
+    return lambda given: nothing[(1,)](given, num_warps=1)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsv4.types import ArgumentError
 
@@ -103,22 +104,32 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
         raise ArgumentError(name, repr(value), f"must be one of {', '.join(map(str, allowed))}")
 
 
-def at_least(name: str, value: int | float, least: int | float) -> None:
-    """Check a lower bound of a host number."""
-    if value < least:
+def at_least(name: str, value: float, least: float) -> None:
+    """Check a lower bound of a host number, which must be whole, and fit 64 bits, if the bound is an int."""
+    _number(name, value, whole=isinstance(least, int))
+    if not value >= least:
         raise ArgumentError(name, repr(value), f"must be at least {least}")
 
 
-def at_most(name: str, value: int | float, most: int | float) -> None:
+def at_most(name: str, value: float, most: float) -> None:
     """Check an upper bound of a host number."""
-    if value > most:
+    if not value <= most:
         raise ArgumentError(name, repr(value), f"must be at most {most}")
 
 
 def power_of_two(name: str, value: int, least: int, most: int) -> None:
     """Check that a host integer is a power of two within bounds."""
+    _number(name, value, whole=True)
     if value < least or value > most or value & (value - 1):
         raise ArgumentError(name, repr(value), f"must be a power of two from {least} to {most}")
+
+
+def _number(name: str, value: object, *, whole: bool) -> None:
+    kinds = (int, torch.SymInt) if whole else (int, float, torch.SymInt, torch.SymFloat)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ArgumentError(name, f"{value!r}, a {type(value).__name__}", f"must be a {'whole ' if whole else ''}number")
+    if whole and isinstance(value, int) and value.bit_length() > 63:
+        raise ArgumentError(name, f"a number of {value.bit_length()} bits", "must fit a signed 64-bit integer")
 
 
 def multiple(name: str, value: int, of: int, remedy: str = "") -> None:
@@ -127,17 +138,25 @@ def multiple(name: str, value: int, of: int, remedy: str = "") -> None:
         raise ArgumentError(name, str(value), f"must be a multiple of {of}", remedy)
 
 
+def writable(name: str, value: Tensor) -> None:
+    """Refuse a buffer that cannot be updated in place."""
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        raise ArgumentError(name, f"strides {value.stride()}", "must have a place of its own for each element", "Use contiguous()")
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(name, "an inference tensor", "cannot be updated outside inference mode", "Use clone()")
+
+
 def no_grad(**tensors: Tensor | None) -> None:
-    """Refuse tensors that would need a gradient: the fast path has none."""
-    if torch.is_grad_enabled():
-        for name, value in tensors.items():
-            if value is not None and value.requires_grad:
-                raise ArgumentError(
-                    name,
-                    "a tensor that requires grad",
-                    "the fast path has no backward",
-                    "Use dsv4.reference, or call under torch.no_grad()",
-                )
+    """Refuse tensors that would need a derivative, backward or forward: the fast path has none."""
+    for name, value in tensors.items():
+        if value is None:
+            continue
+        if torch.is_grad_enabled() and value.requires_grad:
+            raise ArgumentError(
+                name, "a tensor that requires grad", "the fast path has no backward", "Use dsv4.reference, or call under torch.no_grad()"
+            )
+        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None:
+            raise ArgumentError(name, "a tensor with a tangent", "the fast path has no forward derivative", "Use dsv4.reference")
 
 
 def _either(words: Sequence[str]) -> str:

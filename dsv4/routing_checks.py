@@ -13,6 +13,7 @@ from dsv4.types import ArgumentError, DispatchAlgorithm, Placement, ScalePlaceme
 MOST_SLOTS = 32  # of a row: what the kernels' selection holds
 INDEX = ("int32", "int64")
 SMALLEST_NORMAL = 2.0**-126
+LARGEST_ID = 2**31 - 1
 LARGEST_FP32 = 3.4028234663852886e38
 
 Floats = str | Sequence[str]  # "fp32"; the reference also takes fp64 where its roundings are off
@@ -76,7 +77,7 @@ def scaling(scale: float, epsilon: float = 0.0) -> None:
     checks.at_least("scale", scale, SMALLEST_NORMAL)
     if not scale <= LARGEST_FP32:
         raise ArgumentError("scale", repr(scale), "must be a positive, normal fp32 number")
-    checks.at_least("epsilon", epsilon, 0)
+    checks.at_least("epsilon", epsilon, 0.0)
     if not epsilon <= LARGEST_FP32:
         raise ArgumentError("epsilon", repr(epsilon), "must be a finite fp32 number, at least 0")
 
@@ -88,11 +89,6 @@ def slots(ids: Tensor, weights: Tensor, floats: Floats) -> None:
     checks.same_device("weights", weights, "ids", ids)
 
 
-def live_rows(rows: int | Tensor, tokens: int, other: Tensor) -> None:
-    """`checks.live_rows` of ids."""
-    checks.live_rows(rows, tokens, "ids", other)
-
-
 def rank_layout(experts: int, ranks: int, rank: int, name: str = "experts") -> None:
     """`experts` (or whatever `name` says) in equal parts on `ranks`, and one rank of them."""
     checks.at_least(name, experts, 1)
@@ -100,6 +96,20 @@ def rank_layout(experts: int, ranks: int, rank: int, name: str = "experts") -> N
     checks.multiple(name, experts, ranks, "Every rank holds as many physical experts")
     checks.at_least("rank", rank, 0)
     checks.at_most("rank", rank, ranks - 1)
+
+
+def home_rank(experts: int, shared: int, ranks: int, rank: int) -> None:
+    """Ids of `experts` in equal parts on `ranks`, each part with its shared slots behind it, as int32."""
+    checks.at_least("shared", shared, 0)
+    rank_layout(experts, ranks, rank)
+    checks.at_most("experts", experts, LARGEST_ID - ranks * shared)
+
+
+def id_space(name: str, experts: int, shared: int) -> None:
+    """Ids of `experts` and of the shared slots behind them, as int32."""
+    checks.at_least(name, experts, 1)
+    checks.at_least("shared", shared, 0)
+    checks.at_most(name, experts, LARGEST_ID - shared)
 
 
 def shared(count: int, layout: str, copies: int) -> SharedSlots:
@@ -133,7 +143,7 @@ def dispatch(
         if chosen is not DispatchAlgorithm.NONE:
             raise ArgumentError("placement", "None", f"algorithm {str(chosen)!r} needs one", "make_placement builds it")
         return chosen
-    _placement(placement, name, value)
+    placed(placement, name, value)
     needs = {
         DispatchAlgorithm.STATIC: ("placement.rank_map", placement.rank_map, "int32", placement.counts.shape),
         DispatchAlgorithm.DYNAMIC: ("words", words, INDEX, (value.shape[0], k)),
@@ -150,7 +160,10 @@ def dispatch(
     return chosen
 
 
-def _placement(placement: Placement, name: str, value: Tensor) -> None:
+def placed(placement: Placement | None, name: str, value: Tensor) -> None:
+    """A placement on the device of a tensor, which has a name."""
+    if not isinstance(placement, Placement):
+        raise ArgumentError("placement", f"a {type(placement).__name__}", "must be a Placement", "make_placement builds it")
     checks.tensor("placement.physical_to_logical", placement.physical_to_logical, "int32", ("physical",))
     checks.tensor("placement.counts", placement.counts, "int32", ("experts",))
     checks.tensor("placement.replicas", placement.replicas, "int32", (placement.counts.shape[0], "most replicas"))
@@ -205,8 +218,10 @@ def route(
         checks.tensor("table", table, INDEX, ("vocabulary", k))
         if bias is not None:
             raise ArgumentError("bias", "a tensor", "must be None where table is given", "Hash layers select by token, not by score")
-    if placement is not None and placement.counts.shape[0] != logits.shape[1]:
-        raise ArgumentError("placement", f"{placement.counts.shape[0]} logical experts", f"logits have {logits.shape[1]}")
+    if placement is not None:
+        placed(placement, "logits", logits)
+        if placement.counts.shape[0] != logits.shape[1]:
+            raise ArgumentError("placement", f"{placement.counts.shape[0]} logical experts", f"logits have {logits.shape[1]}")
     physical = logits.shape[1] if placement is None else placement.physical_to_logical.shape[0]
     rank_layout(physical, ranks if layout is SharedSlots.HOME_RANK else 1, rank if layout is SharedSlots.HOME_RANK else 0)
     if live is not None:

@@ -34,6 +34,7 @@ PROOFS = [
     ("sgl-deep-gemm", "fp8_gemm_nt 1d1d"),
     ("flashinfer", "block_scale_interleave"),
     ("flashinfer", "mxfp8_quantize"),
+    ("flashinfer", "fused_moe.hash_topk"),
     ("sgl-flash-mla", "flash_mla_sparse_fwd"),
 ]
 
@@ -131,6 +132,7 @@ def test_plain_text_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch
         (("bench", "scales", "--function", "pack"), "--function 'pack': there is none of that name; there are align_mn_major, "),
         (("bench", "scales", "--backend", "cutlass"), "--backend 'cutlass': there is none of that name; there are deepgemm, eager, "),
         (("bench", "scales", "--tokens", "0"), "--tokens 0: must be at least 1"),
+        (("bench", "scales", "--shape", "64x"), "--shape 64x: must be ROWSxCOLUMNS, both at least 1, such as 4096x384"),
         (("backends", "--json", "/dev/null/x"), "--json /dev/null/x: Not a directory"),
         (("parity", "--mutants", "--json", "-", "--dsv4-component", "scale"), "no contract for component 'scale'; there are codecs, "),
     ],

@@ -73,7 +73,7 @@ def test_the_report(warmed: tuple[str, WarmupReport]) -> None:
     names = [call.call for call in report.calls]
     assert "quantization: quantize_fp8, dequantize [4096] 128 ue8m0 packed, 3 tokens" in names
     assert "routing: route 256 experts by token, 3 tokens" in names
-    assert len({proof.function for proof in report.proofs}) == 7
+    assert len({proof.function for proof in report.proofs}) == 8
     assert report.seconds >= sum(call.seconds for call in report.calls)
     if device == "cpu":
         assert {proof.state for proof in report.proofs} == {"not usable"}

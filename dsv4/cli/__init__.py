@@ -53,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("component", metavar="COMPONENT")
     bench.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: cuda if there is one)")
     bench.add_argument("--tokens", type=int, nargs="+", metavar="N", help="numbers of tokens (default: 64 4096, on the CPU 16 256)")
+    bench.add_argument(
+        "--shape", nargs="+", default=[], metavar="ROWSxCOLUMNS", help="all of the component at these shapes, in the place of the presets'"
+    )
     bench.add_argument("--function", action="append", default=[], metavar="NAME", help="only this function (repeatable)")
     bench.add_argument("--backend", action="append", default=[], metavar="NAME", help="only this backend (repeatable)")
 

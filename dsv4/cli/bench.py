@@ -9,7 +9,7 @@ import argparse
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,19 @@ ON_CUDA, ON_CPU = (64, 4096), (16, 256)
 def run(options: argparse.Namespace) -> int:
     """Print the timings; the exit status is 1 where an implementation failed parity, and so was not timed."""
     suite = find_suite()
-    _check("component", [options.component], suite.components())
+    _check("component", [options.component], suite.COMPONENTS)
     for tokens in options.tokens or ():
         if tokens < 1:
             raise CommandError(f"--tokens {tokens}: must be at least 1")
+    shapes = [_shape(text) for text in options.shape]
     with quiet_output(options.json):
-        where, lines = _measure(suite, options)
+        where, lines = _measure(suite, options, shapes)
     if options.json:
         write_json(options.json, {**where, "timings": lines})
     else:
-        print(", ".join(f"{name} {value}" for name, value in where.items()))
+        print(", ".join(f"{name} {value}" for name, value in where.items() if value))
         print_table(lines, COLUMNS)
-    return int(any("fails parity" in line["note"] or "differs from the reference" in line["note"] for line in lines))
+    return int(any("fails parity" in line["note"] for line in lines))
 
 
 def find_suite() -> Any:
@@ -60,7 +61,7 @@ def _imported() -> Any:
         raise
 
 
-def _measure(suite: Any, options: argparse.Namespace) -> tuple[dict[str, str], list[dict[str, Any]]]:
+def _measure(suite: Any, options: argparse.Namespace, shapes: list[tuple[int, int]]) -> tuple[dict[str, str], list[dict[str, Any]]]:
     import torch
 
     from dsv4.fast import dispatch
@@ -70,13 +71,38 @@ def _measure(suite: Any, options: argparse.Namespace) -> tuple[dict[str, str], l
     tables = [function for function in dispatch.TABLES if function.startswith(f"{options.component}.")]
     _check("--function", options.function, sorted(function.partition(".")[2] for function in tables))
     _check("--backend", options.backend, sorted({row.backend for function in tables for row in dispatch.TABLES[function]}))
-    tokens = options.tokens or (ON_CUDA if cuda else ON_CPU)
+    tokens = options.tokens or (() if shapes else ON_CUDA if cuda else ON_CPU)
     torch.manual_seed(0)
     with torch.cuda.device(device) if cuda else nullcontext():
-        cases = suite.cases_of(options.component, tokens, device)
+        cases = suite.cases(options.component, tokens, shapes, device)
         lines = [asdict(line) for line in suite.lines(cases, device, options.function, options.backend)]
-    name = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads"
-    return {"device": name, "torch": torch.__version__, "dsv4": dsv4.__version__}, lines
+    return {"component": options.component, **_where(str(device))}, lines
+
+
+def _where(device: str) -> dict[str, str]:
+    """What the timings may depend on; a library that is not installed has no version."""
+    import torch
+
+    from dsv4.fast.warmup import LIBRARIES
+    from dsv4.parity.receipts import environment
+
+    threads = "" if device.startswith("cuda") else str(torch.get_num_threads())
+    libraries = {library.name: library.version().removeprefix(f"{library.name} ") for library in LIBRARIES}
+    return {**environment(device), "threads": threads, "triton": _triton(), **libraries}
+
+
+def _triton() -> str:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, times, columns = text.partition("x")
+    if not times or not rows.isdecimal() or not columns.isdecimal() or not int(rows) or not int(columns):
+        raise CommandError(f"--shape {text}: must be ROWSxCOLUMNS, both at least 1, such as 4096x384")
+    return int(rows), int(columns)
 
 
 def _check(what: str, given: list[str], known: Any) -> None:

@@ -74,7 +74,7 @@ def gate_logits(x: Tensor, weight: Tensor) -> Tensor:
         ArgumentError: wrong dtypes or shapes.
     """
     routing_checks.gate(x, weight)
-    return fp32_step(lambda x, weight: x @ weight.T, x, weight)
+    return fp32_step(lambda x, weight: x @ weight.T + 0.0, x, weight)  # a sum of 0 is +0: BLAS may begin with a product of -0
 
 
 def gate_scores(logits: Tensor) -> Tensor:

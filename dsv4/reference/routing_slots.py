@@ -60,8 +60,7 @@ def append_shared_slots(
         ArgumentError: wrong dtypes, shapes or numbers.
     """
     routing_checks.slots(ids, weights, float_dtypes())
-    checks.at_least("shared", shared, 0)
-    checks.at_least("experts", experts, 1)
+    routing_checks.id_space("experts", experts, shared)
     checks.at_least("copies", copies, 1)
     weight = _shared_weight(scale, scale_placement, copies)
     routed = _within(ids, weights, experts)
@@ -98,8 +97,7 @@ def remap_home_rank_slots(
         ArgumentError: wrong dtypes, shapes or numbers.
     """
     routing_checks.slots(ids, weights, float_dtypes())
-    checks.at_least("shared", shared, 0)
-    routing_checks.rank_layout(experts, ranks, rank)
+    routing_checks.home_rank(experts, shared, ranks, rank)
     weight = _shared_weight(scale, scale_placement, 1)
     local = experts // ranks
     kept = _within(ids, weights, experts)

@@ -1,7 +1,7 @@
-"""FlashInfer 0.7: the 128x4 interleave, and the MXFP8 quantiser of SM100 and newer.
+"""FlashInfer 0.7: the 128x4 interleave, the MXFP8 quantiser of SM100 and newer, and the router by token id.
 
 FlashInfer is tied to no torch. Its `mxfp8_quantize` runs below SM100 without a word and writes nothing: the probe sees the poison that it
-leaves. Source: spec A 8.3, M 9.3; kernels B.3.
+leaves. Source: spec A 8.3, M 1, 9.3; kernels B.3.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.fast.adapters.library import Library, known_answer
+from dsv4.fast.adapters.library import Library, as_bytes, known_answer
 from dsv4.fast.dispatch import cuda_from
 
 INTERLEAVE = "block_scale_interleave"
 MXFP8_QUANTIZE = "mxfp8_quantize"
+HASH_TOPK = "fused_moe.hash_topk"
 
 
 def one_batch(arguments: Mapping[str, Any]) -> str | None:
@@ -45,6 +46,23 @@ def mxfp8_quantize(x: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
     """
     codes, scales = LIBRARY.function(MXFP8_QUANTIZE)(x.contiguous(), swizzled)
     return codes.view(torch.uint8), scales.view(torch.uint8).reshape(-1)
+
+
+def hash_topk(logits: Tensor, token_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and weights of a layer that is routed by token id: a row of the benchmark, and no backend.
+
+    It bounds no id, divides 0 by 0 where all scores are 0 (there is no epsilon), and leaves the weights without the routed scale.
+
+    Args:
+        logits: [tokens, experts], fp32.
+        token_ids: [tokens], int64, each below `vocabulary`.
+        table: [vocabulary, k], int32, each entry below `experts`.
+
+    Returns:
+        ids int32 and weights fp32, [tokens, k].
+    """
+    weights, ids = LIBRARY.function(HASH_TOPK)(logits.contiguous(), token_ids.contiguous(), table.contiguous())
+    return ids, weights
 
 
 def _unfit(version: str) -> str | None:
@@ -80,12 +98,26 @@ def _probe_mxfp8(device: torch.device) -> str | None:
     return wrong or known_answer(lambda: mxfp8_quantize(x, True), (codes, bytes(tile)), device)
 
 
+def _probe_hash_topk(device: torch.device) -> str | None:
+    # softplus(x) is x at these sizes, so the scores are 5, 10, 15 and 20, and the weights tenths; its division is approximate
+    logits = torch.tensor([[100.0, 400.0, 25.0, 225.0, 1e4], [225.0, 25.0, 100.0, 1e4, 400.0]], device=device)
+    table = torch.tensor([[0, 1, 2, 3], [3, 3, 3, 3], [4, 2, 0, 1]], dtype=torch.int32, device=device)
+    token_ids = torch.tensor([0, 2], device=device)
+
+    def thousandths() -> tuple[Tensor, Tensor]:
+        ids, weights = hash_topk(logits, token_ids, table)
+        return ids, (1000 * weights).round().to(torch.int32)
+
+    ids, weights = as_bytes([0, 1, 2, 3, 4, 2, 0, 1], torch.int32), as_bytes([200, 400, 100, 300, 400, 200, 300, 100], torch.int32)
+    return known_answer(thousandths, (ids, weights), device)
+
+
 LIBRARY = Library(
     name="flashinfer",
     module="flashinfer",
     distributions=("flashinfer-python",),
     install="pip install flashinfer-python==0.7.4",
     fits=_unfit,
-    probes={INTERLEAVE: _probe_interleave, MXFP8_QUANTIZE: _probe_mxfp8},
+    probes={INTERLEAVE: _probe_interleave, MXFP8_QUANTIZE: _probe_mxfp8, HASH_TOPK: _probe_hash_topk},
     devices=cuda_from(9, 0),
 )
