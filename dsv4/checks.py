@@ -128,8 +128,8 @@ def _number(name: str, value: object, *, whole: bool) -> None:
     kinds = (int, torch.SymInt) if whole else (int, float, torch.SymInt, torch.SymFloat)
     if not isinstance(value, kinds) or isinstance(value, bool):
         raise ArgumentError(name, f"{value!r}, a {type(value).__name__}", f"must be a {'whole ' if whole else ''}number")
-    if whole and isinstance(value, int) and value.bit_length() > 63:
-        raise ArgumentError(name, f"a number of {value.bit_length()} bits", "must fit a signed 64-bit integer")
+    if whole and not -(2**63) <= value < 2**63:
+        raise ArgumentError(name, "a number of more than 64 bits", "must fit a signed 64-bit integer")
 
 
 def multiple(name: str, value: int, of: int, remedy: str = "") -> None:
@@ -142,7 +142,7 @@ def writable(name: str, value: Tensor) -> None:
     """Refuse a buffer that cannot be updated in place."""
     if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
         raise ArgumentError(name, f"strides {value.stride()}", "must have a place of its own for each element", "Use contiguous()")
-    if value.is_inference() and not torch.is_inference_mode_enabled():
+    if not torch.compiler.is_compiling() and value.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError(name, "an inference tensor", "cannot be updated outside inference mode", "Use clone()")
 
 

@@ -185,16 +185,9 @@ def test_crowded_scores_need_exact_keys(step):
 
 
 @kernel
-def test_the_filter_and_the_number_of_programs_change_no_bit():
-    from dsv4.fast.kernels import route
-
-    logits = torch.cat([random(12, 384), 1 + random(12, 384, scale=1e-5)])
-    absent = "bias image_bias image_mask token_ids image_token_id table replicas replica_counts drawn probabilities counts"
-    options = dict.fromkeys(absent.split()) | {"algorithm": "none", "physical": 384, "ranks": 1, "rank": 0}
-    options |= {"shared": 0, "home_rank": False, "shared_weight": 0.0, "live_rows": 24}
-    plain = route.route(logits, 6, 1.5, 1e-20, **options, filtered=False)
-    for programs in (1, 7, 4096):
-        same(route.route(logits, 6, 1.5, 1e-20, **options, programs=programs), plain)
+@pytest.mark.parametrize(("k", "shared"), [(31, 1), (32, 1), (30, 5)])
+def test_shared_slots_beyond_a_warp(k, shared):
+    check(random(3, 64), k, shared=shared, shared_slots="home_rank", ranks=4, rank=2, live_rows=2, counts=ints(9, 64))
 
 
 @kernel

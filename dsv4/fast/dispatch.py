@@ -40,7 +40,16 @@ class Device(NamedTuple):
 
 def describe(device: torch.device) -> Device:
     """Kind and capability of one device; asked per call, since two cards of one process may differ."""
-    return Device("cuda", torch.cuda.get_device_capability(device)) if device.type == "cuda" else Device(device.type)
+    kind = device.type
+    if kind != "cuda":
+        return Device(kind)
+    index: int | None = device.index
+    return _card(torch.cuda.current_device() if index is None else index)
+
+
+@cache
+def _card(index: int) -> Device:
+    return Device("cuda", torch.cuda.get_device_capability(index))
 
 
 Reason = str | None
@@ -161,11 +170,13 @@ def register(function: str, *rows: Implementation) -> None:
     name = function.partition(".")[2]
     names = ops.argument_names(name)
 
+    count = len(names) - 1  # of the arguments before impl
+
     def run(*arguments: Any, impl: str | None = None) -> Any:
-        values = dict(zip(names, arguments, strict=False))
-        impl = values.pop("impl", impl)
+        if len(arguments) > count:
+            arguments, impl = arguments[:count], arguments[count]
         device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
-        return resolve(function, device, values, impl).call(*values.values())
+        return resolve(function, device, dict(zip(names, arguments, strict=False)), impl).call(*arguments)
 
     ops.implement(name, run)
 
@@ -202,7 +213,7 @@ def unusable(row: Implementation, device: torch.device, *, prove: bool = True) -
     if demands.deterministic and not row.deterministic:
         return "is not deterministic, which use(deterministic=True) demands"
     described = describe(device)
-    if (reason := row.device(described)) is not None:
+    if (reason := _answer(row.device, described)) is not None:
         return reason
     if row.backend in ("triton", "inductor") and (reason := _toolchain(row.backend, described.kind)) is not None:
         return reason
@@ -216,12 +227,18 @@ def unusable(row: Implementation, device: torch.device, *, prove: bool = True) -
     return None if known is None else known.wrong
 
 
+@cache
+def _answer(rule: DeviceRule, device: Device) -> Reason:
+    """What a rule says of a device, once: its words are not put together again in every call that passes the row over."""
+    return rule(device)
+
+
 def _default(function: str, rows: tuple[Implementation, ...], device: torch.device, arguments: Mapping[str, Any]) -> Implementation:
     for row in rows:
         reason = row.arguments(arguments) or unusable(row, device)
         if reason is None:
             return row
-        if row.device(describe(device)) is None and (function, row.backend) not in _said:
+        if (function, row.backend) not in _said and _answer(row.device, describe(device)) is None:
             _said.add((function, row.backend))
             log.info("%s: passing over %s: %s", function, row.backend, reason)
     reasons = "; ".join(f"{row.backend}: {row.arguments(arguments) or unusable(row, device)}" for row in rows)
@@ -229,8 +246,11 @@ def _default(function: str, rows: tuple[Implementation, ...], device: torch.devi
 
 
 def _wanted(function: str) -> str | None:
+    demanded, environment = _demands.get().impl, os.environ.get("DSV4_IMPL", "")
+    if not demanded and not environment:
+        return None
     component = function.partition(".")[0]
-    for chosen in (_demands.get().impl, _from_environment(os.environ.get("DSV4_IMPL", ""))):
+    for chosen in (demanded, _from_environment(environment)):
         for key in (function, function.rstrip("_"), component):  # an in-place operator follows the function that it belongs to
             if key in chosen:
                 return chosen[key]

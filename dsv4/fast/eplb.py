@@ -50,6 +50,7 @@ def map_to_physical(
         ArgumentError: wrong dtypes or shapes, or an algorithm without what it needs.
     """
     checks.tensor("ids", ids, routing_checks.INDEX, ("tokens", "k"))
+    routing_checks.placed(placement, "ids", ids)
     chosen = routing_checks.dispatch(
         ("ids", ids), ids.shape[1], placement, algorithm, rank=rank, words=words, uniforms=uniforms, probabilities=probabilities
     )

@@ -14,7 +14,6 @@ from dsv4 import checks, routing_checks
 from dsv4.fast.routing_slots import (
     append_shared_slots,
     count_experts,
-    later_factor,
     mask_padding,
     pack_topk,
     remap_home_rank_slots,
@@ -52,7 +51,7 @@ def gate_logits(x: Tensor, weight: Tensor, *, impl: str | None = None) -> Tensor
     """
     routing_checks.gate(x, weight)
     checks.no_grad(x=x, weight=weight)
-    logits: Tensor = torch.ops.dsv4.gate_logits(x, weight, impl)
+    logits: Tensor = torch.ops.dsv4.gate_logits.default(x, weight, impl)
     return logits
 
 
@@ -71,7 +70,7 @@ def gate_scores(logits: Tensor, *, impl: str | None = None) -> Tensor:
     """
     routing_checks.scores("logits", logits, "fp32")
     checks.no_grad(logits=logits)
-    scores: Tensor = torch.ops.dsv4.gate_scores(logits, impl)
+    scores: Tensor = torch.ops.dsv4.gate_scores.default(logits, impl)
     return scores
 
 
@@ -103,7 +102,7 @@ def route_topk(
     routing_checks.scores("scores", scores, "fp32")
     routing_checks.selection(("scores", scores), k, bias, image_mask, image_bias)
     checks.no_grad(scores=scores, bias=bias, image_bias=image_bias)
-    ids: Tensor = torch.ops.dsv4.route_topk(scores, k, bias, image_mask, image_bias, impl)
+    ids: Tensor = torch.ops.dsv4.route_topk.default(scores, k, bias, image_mask, image_bias, impl)
     return ids
 
 
@@ -126,7 +125,7 @@ def route_weights(scores: Tensor, ids: Tensor, *, scale: float = 1.0, epsilon: f
     routing_checks.chosen(scores, ids, "fp32")
     routing_checks.scaling(scale, epsilon)
     checks.no_grad(scores=scores)
-    weights: Tensor = torch.ops.dsv4.route_weights(scores, ids, scale, epsilon, impl)
+    weights: Tensor = torch.ops.dsv4.route_weights.default(scores, ids, scale, epsilon, impl)
     return weights
 
 
@@ -160,7 +159,7 @@ def route_hash(
     routing_checks.hashing(("scores", scores), token_ids, table)
     routing_checks.selection(("scores", scores), table.shape[1], None, image_mask, image_bias)
     checks.no_grad(scores=scores, image_bias=image_bias)
-    ids: Tensor = torch.ops.dsv4.route_hash(scores, token_ids, table, image_mask, image_bias, impl)
+    ids: Tensor = torch.ops.dsv4.route_hash.default(scores, token_ids, table, image_mask, image_bias, impl)
     return ids
 
 
@@ -227,14 +226,16 @@ def route(
         ("logits", logits), k, placement, algorithm, rank=rank, words=words, uniforms=uniforms, probabilities=probabilities
     )
     checks.no_grad(logits=logits, bias=bias, image_bias=image_bias)
+    if counts is not None:
+        checks.writable("counts", counts)
     if token_ids is None:
         image_token_id = None
     if image_mask is None and image_token_id is None:
         image_bias = None
     tables = (None, None, None) if placement is None else (placement.replicas, placement.counts, placement.rank_map)
-    factors = (scale if where is ScalePlacement.ROUTER else 1.0, later_factor(scale, where))
+    factors = (scale, 1.0) if where is ScalePlacement.ROUTER else (1.0, scale)  # the router's, and what comes after it
     live, live_device = (0, live_rows) if isinstance(live_rows, Tensor) else (logits.shape[0] if live_rows is None else live_rows, None)
-    ids, weights = torch.ops.dsv4.route(
+    ids, weights = torch.ops.dsv4.route.default(
         logits, k, *factors, epsilon, bias, image_bias, image_mask, token_ids, image_token_id, table, *tables, str(chosen),
         words, uniforms, probabilities, physical, ranks, rank, shared, layout is SharedSlots.HOME_RANK, shared_copies, live, live_device,
         counts, impl,

@@ -183,30 +183,68 @@ def _finish(run: Run, ids: Tensor, weights: Tensor, a: Mapping[str, Any], mapped
     return result
 
 
-def _route_triton(*arguments: Any) -> Pair:
+def _route_triton(
+    logits: Tensor,
+    k: int,
+    scale: float,
+    later_factor: float,
+    epsilon: float,
+    bias: Tensor | None,
+    image_bias: Tensor | None,
+    image_mask: Tensor | None,
+    token_ids: Tensor | None,
+    image_token_id: int | None,
+    table: Tensor | None,
+    replicas: Tensor | None,
+    replica_counts: Tensor | None,
+    rank_map: Tensor | None,
+    algorithm: str,
+    words: Tensor | None,
+    uniforms: Tensor | None,
+    probabilities: Tensor | None,
+    physical: int,
+    ranks: int,
+    rank: int,
+    shared: int,
+    home_rank: bool,
+    shared_copies: int,
+    live: int,
+    live_device: Tensor | None,
+    counts: Tensor | None,
+) -> Pair:
     from dsv4.fast.kernels.route import route
 
-    a = dict(zip(ops.argument_names("route"), arguments, strict=False))
-    logits = a.pop("logits")
-    k, shared = a.pop("k"), a["shared"]
     if not logits.shape[0]:
         return logits.new_empty(0, k + shared, dtype=torch.int32), logits.new_empty(0, k + shared)
-    live, live_device, rank_map = a.pop("live"), a.pop("live_device"), a.pop("rank_map")
-    words, uniforms = a.pop("words"), a.pop("uniforms")
-    if a["algorithm"] == "static":
-        a["replicas"] = rank_map
-    tensors = {name: value.contiguous() for name, value in a.items() if isinstance(value, Tensor) and name != "counts"}
-    drawn = uniforms if a["algorithm"] == "probability" else words
     return route(
         logits if logits.stride(1) == 1 else logits.contiguous(),
         k,
-        _fp32(a.pop("scale")),
-        _fp32(a.pop("epsilon")),
-        shared_weight=_shared_weight(a.pop("later_factor"), a.pop("shared_copies")),
-        drawn=None if drawn is None else drawn.contiguous(),
+        _fp32(scale),
+        _fp32(epsilon),
+        bias=_flat(bias),
+        image_bias=_flat(image_bias),
+        image_mask=_flat(image_mask),
+        token_ids=_flat(token_ids),
+        image_token_id=image_token_id,
+        table=_flat(table),
+        replicas=_flat(rank_map if algorithm == "static" else replicas),
+        replica_counts=_flat(replica_counts),
+        algorithm=algorithm,
+        drawn=_flat(uniforms if algorithm == "probability" else words),
+        probabilities=_flat(probabilities),
+        physical=physical,
+        ranks=ranks,
+        rank=rank,
+        shared=shared,
+        home_rank=home_rank,
+        shared_weight=_shared_weight(later_factor, shared_copies),
         live_rows=live if live_device is None else live_device,
-        **{**a, **tensors},
+        counts=counts,
     )
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _topk_triton(scores: Tensor, k: int, bias: Tensor | None, image_mask: Tensor | None, image_bias: Tensor | None) -> Tensor:
@@ -214,18 +252,17 @@ def _topk_triton(scores: Tensor, k: int, bias: Tensor | None, image_mask: Tensor
 
     if not scores.shape[0]:
         return scores.new_empty(0, k, dtype=torch.int32)
-    vectors = (None if vector is None else vector.contiguous() for vector in (bias, image_mask, image_bias))
-    return route_topk(scores if scores.stride(1) == 1 else scores.contiguous(), k, *vectors)
+    return route_topk(scores if scores.stride(1) == 1 else scores.contiguous(), k, *map(_flat, (bias, image_mask, image_bias)))
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """fp64 products of LOGIT_ROWS rows each, the last filled up with zeros: a row's bits do not depend on how many there are."""
+    """fp64 products of LOGIT_ROWS rows each, the last filled up with zeros: a row's bits do not depend on how many there are. No -0."""
     tokens, hidden = x.shape
     padded = x.new_zeros(-(-tokens // LOGIT_ROWS) * LOGIT_ROWS, hidden, dtype=torch.float64)
     padded[:tokens] = x
     columns = weight.to(torch.float64).T
     products = [rows @ columns for rows in padded.split(LOGIT_ROWS)]
-    return torch.cat(products)[:tokens].to(torch.float32) if products else x.new_empty(0, weight.shape[0], dtype=torch.float32)
+    return torch.cat(products)[:tokens].to(torch.float32).add_(0.0) if products else x.new_empty(0, weight.shape[0], dtype=torch.float32)
 
 
 def _logits_triton(x: Tensor, weight: Tensor) -> Tensor:

@@ -45,12 +45,11 @@ def append_shared_slots(
         ArgumentError: wrong dtypes, shapes or numbers.
     """
     routing_checks.slots(ids, weights, "fp32")
-    checks.at_least("shared", shared, 0)
-    checks.at_least("experts", experts, 1)
+    routing_checks.id_space("experts", experts, shared)
     checks.at_least("copies", copies, 1)
-    factor = later_factor(scale, scale_placement)
+    factor = _later_factor(scale, scale_placement)
     checks.no_grad(weights=weights)
-    return Routed(*torch.ops.dsv4.append_shared_slots(ids, weights, shared, experts, factor, copies, impl))
+    return Routed(*torch.ops.dsv4.append_shared_slots.default(ids, weights, shared, experts, factor, copies, impl))
 
 
 def remap_home_rank_slots(
@@ -85,11 +84,10 @@ def remap_home_rank_slots(
         ArgumentError: wrong dtypes, shapes or numbers.
     """
     routing_checks.slots(ids, weights, "fp32")
-    checks.at_least("shared", shared, 0)
-    routing_checks.rank_layout(experts, ranks, rank)
-    factor = later_factor(scale, scale_placement)
+    routing_checks.home_rank(experts, shared, ranks, rank)
+    factor = _later_factor(scale, scale_placement)
     checks.no_grad(weights=weights)
-    return Routed(*torch.ops.dsv4.remap_home_rank_slots(ids, weights, shared, experts, ranks, rank, factor, impl))
+    return Routed(*torch.ops.dsv4.remap_home_rank_slots.default(ids, weights, shared, experts, ranks, rank, factor, impl))
 
 
 def mask_padding(ids: Tensor, weights: Tensor, live_rows: int | Tensor, *, impl: str | None = None) -> Routed:
@@ -108,10 +106,10 @@ def mask_padding(ids: Tensor, weights: Tensor, live_rows: int | Tensor, *, impl:
         ArgumentError: wrong dtypes or shapes, an int out of range. A tensor is not looked at: out of range it counts as the nearest bound.
     """
     routing_checks.slots(ids, weights, "fp32")
-    routing_checks.live_rows(live_rows, ids.shape[0], ids)
+    checks.live_rows(live_rows, ids.shape[0], "ids", ids)
     checks.no_grad(weights=weights)
     live, live_device = (0, live_rows) if isinstance(live_rows, Tensor) else (live_rows, None)
-    return Routed(*torch.ops.dsv4.mask_padding(ids, weights, live, live_device, impl))
+    return Routed(*torch.ops.dsv4.mask_padding.default(ids, weights, live, live_device, impl))
 
 
 def pack_topk(ids: Tensor, weights: Tensor, *, impl: str | None = None) -> Tensor:
@@ -130,7 +128,7 @@ def pack_topk(ids: Tensor, weights: Tensor, *, impl: str | None = None) -> Tenso
     """
     routing_checks.slots(ids, weights, "fp32")
     checks.no_grad(weights=weights)
-    packed: Tensor = torch.ops.dsv4.pack_topk(ids, weights, impl)
+    packed: Tensor = torch.ops.dsv4.pack_topk.default(ids, weights, impl)
     return packed
 
 
@@ -151,11 +149,12 @@ def count_experts(ids: Tensor, counts: Tensor, *, impl: str | None = None) -> Te
     checks.tensor("ids", ids, routing_checks.INDEX, ("tokens", "slots"))
     checks.tensor("counts", counts, "int32", ("physical",))
     checks.same_device("counts", counts, "ids", ids)
-    torch.ops.dsv4.count_experts(ids, counts, impl)
+    checks.writable("counts", counts)
+    torch.ops.dsv4.count_experts.default(ids, counts, impl)
     return counts
 
 
-def later_factor(scale: float, scale_placement: ScalePlacement | str) -> float:
+def _later_factor(scale: float, scale_placement: ScalePlacement | str) -> float:
     """The factor that somebody applies after the router, which a shared slot's weight has to undo."""
     routing_checks.scaling(scale)
     return 1.0 if routing_checks.scale_placement(scale_placement) is ScalePlacement.ROUTER else scale

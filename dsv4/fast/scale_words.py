@@ -73,7 +73,7 @@ class Target(NamedTuple):
     @property
     def strides(self) -> tuple[int, int, int, int]:
         """Strides of batch, page, row and column."""
-        batch = self.rows * self.columns
+        batch = self.rows * self.columns if self.batches > 1 else 0
         if self.order == "rows":
             return batch, self.page_rows * self.columns, self.columns, 1
         if self.order == "columns":
@@ -282,7 +282,8 @@ def _rows_of(words: Tensor, page_rows: int = TILE_ROWS) -> Source:
     """A source of int32 [..., rows, columns] with any strides."""
     words = words.reshape(prod(words.shape[:-2]), *words.shape[-2:])
     batch, row, column = words.stride()
-    return Source(words, words.shape[1], batch, page_rows * row, row, column)
+    # The stride of a lone batch counts its rows, and what a kernel is compiled for must not.
+    return Source(words, words.shape[1], batch if len(words) > 1 else 0, page_rows * row, row, column)
 
 
 def _tiles_of(tiles: Tensor, rows: int, page_rows: int = TILE_ROWS) -> Source:

@@ -313,8 +313,9 @@ def zero_pad_rows(
     if out is None:
         return _op("zero_pad_rows", scales, kept, live, str(layout), impl)
     _check_out(out, scales, packed)
+    checks.writable("out", out)
     if out is not scales:
-        out.copy_(scales)
+        out.copy_(scales.clone() if _may_overlap(out, scales) else scales)
     torch.ops.dsv4.zero_pad_rows_(out, kept, live, str(layout), impl)
     return out
 
@@ -396,6 +397,10 @@ def deinterleave_hopper_fp4(interleaved: Tensor, *, impl: str | None = None) -> 
 def _op(name: str, *arguments: Any) -> Tensor:
     result: Tensor = getattr(torch.ops.dsv4, name)(*arguments)
     return result
+
+
+def _may_overlap(one: Tensor, other: Tensor) -> bool:
+    return torch.compiler.is_compiling() or one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _check_out(out: Tensor, scales: Tensor, packed: bool) -> None:

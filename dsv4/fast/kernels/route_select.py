@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 MISSING = tl.constexpr(-(2**31))  # orders below every number: NaN keys, columns beyond the last expert
-SLOTS = 32  # of a row, a lane each
+SLOTS = 32  # of a row, a lane each, unless there are more
 
 
 @triton.jit
@@ -83,12 +83,17 @@ def select_largest(ordered, K: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.cons
 
 @triton.jit
 def load_bias(bias_ptr, image_bias_ptr, image, expert, mask, HAS_BIAS: tl.constexpr, HAS_IMAGE: tl.constexpr):
-    """The bias of each expert: of images on an image row, else of text, which may be none."""
-    value = tl.zeros_like(expert).to(tl.float32)
-    if HAS_BIAS:
-        value = tl.load(bias_ptr + expert, mask=mask, other=0.0).to(tl.float32)
+    """The bias of each expert: of images on an image row, else of text, which may be none. A row reads one of the two."""
     if HAS_IMAGE:
-        value = tl.where(image, tl.load(image_bias_ptr + expert, mask=mask, other=0.0).to(tl.float32), value)
+        value = tl.zeros_like(expert).to(tl.float32)
+        if image:
+            value = tl.load(image_bias_ptr + expert, mask=mask, other=0.0).to(tl.float32)
+        elif HAS_BIAS:
+            value = tl.load(bias_ptr + expert, mask=mask, other=0.0).to(tl.float32)
+    elif HAS_BIAS:
+        value = tl.load(bias_ptr + expert, mask=mask, other=0.0).to(tl.float32)
+    else:
+        value = tl.zeros_like(expert).to(tl.float32)
     return value
 
 
