@@ -16,7 +16,7 @@ import torch
 
 import dsv4
 import dsv4.fast
-from dsv4.fast import backends, dispatch, explain, ops, scales, use
+from dsv4.fast import backends, dispatch, explain, ops, routing, scales, use
 from dsv4.fast.adapters.library import Library
 from dsv4.fast.dispatch import Device, Implementation, any_arguments, any_device, cuda_exactly, cuda_from, cuda_of
 from dsv4.types import ArgumentError, BackendUnavailable, Unsupported
@@ -445,3 +445,34 @@ def test_signatures_differ_by_the_fast_keywords_alone() -> None:
 def test_every_function_is_an_operator_with_impl_last() -> None:
     for function in dispatch.TABLES:
         assert ops.argument_names(function.partition(".")[2])[-1] == "impl"
+
+
+def test_a_component_wide_choice_goes_to_the_functions_that_have_it() -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    with use({"routing": "inductor"}):
+        assert dispatch.resolve("routing.count_experts", CPU, {}).backend == "eager"
+        assert dispatch.resolve("routing.route", CPU, {}).backend == "inductor"
+        routing.count_experts(ids, torch.zeros(1, dtype=torch.int32))
+    with (
+        pytest.raises(ArgumentError, match=r"^impl: got 'inductor'; routing\.count_experts has eager"),
+        use({"routing.count_experts": "inductor"}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("choice", [5, True, ("eager",), b"eager"])
+def test_choices_are_words(choice: object) -> None:
+    with pytest.raises(ArgumentError, match=r"^impl: got "), use(choice):  # type: ignore[arg-type]
+        pass
+
+
+def test_the_environment_and_devices_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_IMPL", "eager,inductor")
+    with pytest.raises(ArgumentError, match=r"^DSV4_IMPL: got 'eager,inductor'; must name each component or function once"):
+        scales.pack_ue8m0(torch.zeros(1, 4, dtype=torch.uint8))
+    monkeypatch.delenv("DSV4_IMPL")
+    with pytest.raises(ArgumentError, match=r"^device: got 'garbage'"):
+        explain("scales.pack_ue8m0", "garbage")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match=r"^device: got 'cuda'; there is no CUDA device here"):
+        explain("scales.pack_ue8m0", "cuda")

@@ -40,16 +40,7 @@ class Device(NamedTuple):
 
 def describe(device: torch.device) -> Device:
     """Kind and capability of one device; asked per call, since two cards of one process may differ."""
-    kind = device.type
-    if kind != "cuda":
-        return Device(kind)
-    index: int | None = device.index
-    return _card(torch.cuda.current_device() if index is None else index)
-
-
-@cache
-def _card(index: int) -> Device:
-    return Device("cuda", torch.cuda.get_device_capability(index))
+    return Device("cuda", torch.cuda.get_device_capability(device)) if device.type == "cuda" else Device(device.type)
 
 
 Reason = str | None
@@ -140,8 +131,8 @@ def use(
     """Demand a backend, or properties, of every call inside the `with` block.
 
     Args:
-        impl: one backend ("triton") for every function that has it, the others keep their default; or a mapping from component
-            ("routing") or function ("attention.sparse_attention") to backend.
+        impl: one backend ("triton"), or a mapping from component ("routing") or function ("attention.sparse_attention") to backend. One
+            backend for everything, or for a component, goes to the functions that have it; the others keep their default.
         batch_invariant: refuse implementations whose rows depend on the batch around them.
         deterministic: refuse implementations whose bits may differ from run to run.
 
@@ -149,6 +140,8 @@ def use(
         ArgumentError: a backend or component that does not exist.
     """
     outer = _demands.get()
+    if impl is not None and not isinstance(impl, str | Mapping):
+        raise ArgumentError("impl", repr(impl), "must be a backend, or a mapping from component or function to backend")
     chosen = {"": impl} if isinstance(impl, str) else dict(impl or {})
     _check_choice("impl", chosen)
     token = _demands.set(
@@ -176,7 +169,11 @@ def register(function: str, *rows: Implementation) -> None:
         if len(arguments) > count:
             arguments, impl = arguments[:count], arguments[count]
         device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
-        return resolve(function, device, dict(zip(names, arguments, strict=False)), impl).call(*arguments)
+        chosen = resolve(function, device, dict(zip(names, arguments, strict=False)), impl)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):  # kernels launch on the current card
+                return chosen.call(*arguments)
+        return chosen.call(*arguments)
 
     ops.implement(name, run)
 
@@ -190,7 +187,7 @@ def resolve(function: str, device: torch.device, arguments: Mapping[str, Any], i
         Unsupported: the backend asked for does not take these arguments.
     """
     rows = TABLES[function]
-    wanted = impl or _wanted(function)
+    wanted = _wanted(function) if impl is None else impl
     if wanted is None:
         return _default(function, rows, device, arguments)
     row = next((row for row in rows if row.backend == wanted), None)
@@ -249,20 +246,23 @@ def _wanted(function: str) -> str | None:
     demanded, environment = _demands.get().impl, os.environ.get("DSV4_IMPL", "")
     if not demanded and not environment:
         return None
-    component = function.partition(".")[0]
+    backends_here = {row.backend for row in TABLES[function]}
     for chosen in (demanded, _from_environment(environment)):
-        for key in (function, function.rstrip("_"), component):  # an in-place operator follows the function that it belongs to
+        for key in (function, function.rstrip("_")):  # an in-place operator follows the function that it belongs to
             if key in chosen:
                 return chosen[key]
-        everywhere = chosen.get("")
-        if everywhere is not None and any(row.backend == everywhere for row in TABLES[function]):
-            return everywhere
+        for key in (function.partition(".")[0], ""):  # of a component, and of all, the functions that have the backend
+            if chosen.get(key) in backends_here:
+                return chosen[key]
     return None
 
 
 @cache
 def _from_environment(text: str) -> Mapping[str, str]:
     pairs = [entry.partition("=") for entry in text.split(",") if entry]
+    keys = [key.strip() if equals else "" for key, equals, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ArgumentError("DSV4_IMPL", repr(text), "must name each component or function once")
     chosen = {key.strip() if equals else "": value.strip() if equals else key.strip() for key, equals, value in pairs}
     _check_choice("DSV4_IMPL", chosen)
     return chosen
@@ -275,6 +275,9 @@ def _check_choice(argument: str, chosen: Mapping[str, str]) -> None:
             raise ArgumentError(argument, repr(key), f"must name a component or function of dsv4.fast: {', '.join(sorted(known - {''}))}")
         if backend not in BACKENDS:
             raise ArgumentError(argument, repr(backend), f"must be one of {', '.join(BACKENDS)}")
+        of = {row.backend for function, rows in TABLES.items() if key in ("", function, function.partition(".")[0]) for row in rows}
+        if key and backend not in of:
+            raise ArgumentError(argument, repr(backend), f"{key} has {', '.join(name for name in BACKENDS if name in of)}")
 
 
 @cache
@@ -323,8 +326,15 @@ def backends(device: torch.device | str | None = None, *, prove: bool = False) -
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant; without a word, the current CUDA device if there is one, else the CPU."""
     if device is not None:
-        return torch.device(device)
+        try:
+            found = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError("device", repr(device), "must name a device of torch, such as cpu or cuda:0") from error
+        if isinstance(device, str) and found.type == "cuda" and not torch.cuda.is_available():
+            raise ArgumentError("device", repr(device), "there is no CUDA device here")
+        return found
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

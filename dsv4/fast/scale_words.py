@@ -280,10 +280,13 @@ def whole_words(scales: Tensor) -> Tensor:
 
 def _rows_of(words: Tensor, page_rows: int = TILE_ROWS) -> Source:
     """A source of int32 [..., rows, columns] with any strides."""
-    words = words.reshape(prod(words.shape[:-2]), *words.shape[-2:])
+    batches, rows = prod(words.shape[:-2]), words.shape[-2]
+    if batches == 1:  # its strides as they are: those of a view would count the rows, and what a kernel is compiled for must not
+        row, column = words.stride()[-2:]
+        return Source(words, rows, 0, page_rows * row, row, column)
+    words = words.reshape(batches, *words.shape[-2:])
     batch, row, column = words.stride()
-    # The stride of a lone batch counts its rows, and what a kernel is compiled for must not.
-    return Source(words, words.shape[1], batch if len(words) > 1 else 0, page_rows * row, row, column)
+    return Source(words, rows, batch, page_rows * row, row, column)
 
 
 def _tiles_of(tiles: Tensor, rows: int, page_rows: int = TILE_ROWS) -> Source:
