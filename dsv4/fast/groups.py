@@ -133,7 +133,8 @@ def _scaled(numbers: Tensor, floor: Tensor, kind: str, division: str, on_scale: 
             inverse = torch.where(byte == 0, 0.0, inverse)
         return byte, bits.decode_e8m0(byte), numbers * inverse
     bounded = bits.as_fp32(amax) if on_scale else torch.maximum(bits.as_fp32(amax), floor)
-    scale = bounded / LIMITS[kind] if division == "divide" else bounded * RECIPROCALS[kind]
+    # By a tensor: CUDA divides by a number as a product with its reciprocal.
+    scale = bounded / torch.full_like(bounded, LIMITS[kind]) if division == "divide" else bounded * RECIPROCALS[kind]
     scale = torch.where(amax >= bits.INFINITY, nan, torch.maximum(scale, floor) if on_scale else scale)
     if kind == "fp8_fp32":
         return scale, scale, numbers / scale

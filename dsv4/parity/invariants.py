@@ -17,6 +17,7 @@ from dsv4.parity.compare import Comparison, as_integers, compare_bytes
 from dsv4.parity.contracts import Call, Invariant
 from dsv4.parity.strategies import LAYOUTS, relaid
 from dsv4.parity.trial import Trial, Violation
+from dsv4.types import Unsupported
 
 PAD_ROWS = 3
 GUARD_BYTES = 64
@@ -141,6 +142,8 @@ def fullgraph(trial: Trial, **_: Any) -> None:
     call = trial.call()
     try:
         result = trial.contract.split(torch.compile(own, fullgraph=True, backend="aot_eager")(call.args, call.kwargs))
+    except Unsupported:
+        raise
     except Exception as error:
         raise Violation("result", Comparison(False, f"torch.compile(fullgraph=True) raised {type(error).__name__}: {error}")) from error
     trial.same(trial.run(trial.call()), result, "under torch.compile(fullgraph=True)")
@@ -189,7 +192,10 @@ def graph_replay(trial: Trial, **_: Any) -> None:
     with torch.cuda.graph(graph):
         captured = trial.run(call)
     for name, tensor in call.tensors().items():
-        as_integers(tensor).copy_(as_integers(other[name]))
+        if tensor.dtype is torch.bool:
+            tensor.copy_(other[name])
+        else:
+            as_integers(tensor).copy_(as_integers(other[name]))
     graph.replay()
     trial.same(trial.run(other), captured, "a CUDA graph replayed on changed inputs")
 

@@ -73,7 +73,9 @@ def pack_ue8m0(scales: Tensor) -> Tensor:
 
 def align_mn_major(scales: Tensor) -> Tensor:
     """fp32 [..., rows, groups], rows a multiple of 4, to MN-major strides."""
-    return _laid_out(LIBRARY.function(ALIGN)(scales.contiguous()), scales)
+    numbers = scales.contiguous()
+    numbers = numbers.clone() if numbers.data_ptr() % 16 else numbers  # its kernel reads 16 bytes at a time, wherever the tensor begins
+    return _laid_out(LIBRARY.function(ALIGN)(numbers), numbers)
 
 
 def _as_powers(scales: Tensor) -> Tensor:
