@@ -471,6 +471,16 @@ def run_suite(pytester, *options):
     return pytester.runpytest_inprocess(*PLUGIN, "-p", "no:cacheprovider", "--pyargs", "dsv4.parity", "--dsv4-device", "cpu", *options)
 
 
+def test_a_check_that_crashes_is_in_the_receipt(pytester, monkeypatch):
+    def lost(*_, **__):
+        raise RuntimeError("CUDA error: misaligned address")
+
+    monkeypatch.setattr("dsv4.parity.engine.check", lost)
+    run_suite(pytester, "--dsv4-component", "codecs", "-k", "decode_e2m1.bytes", "--dsv4-receipt", "receipt.json").assert_outcomes(failed=1)
+    (row,) = receipts.read(pytester.path / "receipt.json")["components"]["codecs"]["rows"]
+    assert (row["output"], row["domain"], row["result"]) == ("not finished", "bytes", "failed")
+
+
 WRONG = "from dsv4.reference import codecs\ndef decode(codes):\n    return codecs.decode_e2m1(codes & 0b1110)\n"
 RIGHT = "from dsv4.reference.codecs import decode_e2m1 as decode\n"
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import dsv4.fast  # noqa: F401
+from dsv4.fast import dispatch
 from dsv4.parity import receipts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,10 +18,57 @@ COMMITTED = sorted(ROOT.joinpath("receipts").glob("*.json"))
 def test_a_committed_receipt(path):
     receipt = receipts.read(path)
     assert receipt["components"]
-    assert all(row["result"] == "passed" for entry in receipt["components"].values() for row in entry["rows"])
+    failed = {
+        (name, row["function"], row["domain"], row["candidate"])
+        for name, entry in receipt["components"].items()
+        for row in entry["rows"]
+        if row["result"] != "passed"
+    }
+    assert failed <= open_checks(path.with_suffix(".open")), (
+        "every failure is named, with what became of it, in the file beside the receipt"
+    )
     old = receipts.stale(receipt)
     if old:
         warnings.warn(f"receipts/{path.name} is older than the code of {', '.join(old)}", stacklevel=1)
+
+
+def open_checks(path):
+    """component.function.check implementation: reason, a line each. The domain is the last part of a check."""
+    found = set()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        if not line.startswith("#"):
+            check, reason = line.split(": ", 1)
+            key, implementation = check.split(" ")
+            assert reason
+            component, function, *parts = key.split(".")
+            found.add((component, function, parts[-1], implementation))
+    return found
+
+
+def test_there_is_a_receipt_of_a_gpu():
+    assert any(receipts.read(path)["environment"]["capability"] for path in COMMITTED)
+
+
+def test_what_is_called_verified_on_a_gpu_has_passed_there():
+    passed, faults = set(), set()
+    for path in COMMITTED:
+        receipt = receipts.read(path)
+        if receipt["environment"]["capability"] == "9.0":
+            passed |= {
+                (f"{name}.{row['function']}", row["backend"])
+                for name, entry in receipt["components"].items()
+                for row in entry["rows"]
+                if row["result"] == "passed"
+            }
+            beside = path.with_suffix(".open")
+            for line in beside.read_text(encoding="utf-8").splitlines() if beside.exists() else ():
+                check, _, reason = line.partition(": ")
+                if reason.startswith("fault of dsv4"):
+                    key, backend = check.split(" ")
+                    faults.add((".".join(key.split(".")[:2]), backend))
+    claimed = {(function.rstrip("_"), row.backend) for function, rows in dispatch.TABLES.items() for row in rows if "SM90" in row.verified}
+    assert claimed <= passed
+    assert not claimed & faults
 
 
 def outcome(**changes):

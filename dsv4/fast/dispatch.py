@@ -348,7 +348,7 @@ def _status(function: str, row: Implementation, device: torch.device, prove: boo
     if not tried:
         words.append(f"not tried yet: {row.symbol} proves itself in `dsv4 doctor`, in warmup, or at its first call")
     if reason is None and not verified:
-        words.append(f"not verified on {where}: written from the library's signatures, never run there")
+        words.append(f"not verified on {where}: the parity suite has not passed there")
     flags = row.deterministic, row.batch_invariant, row.graph_safe
     return BackendStatus(function, row.backend, version, where, reason is None, "; ".join(words), *flags, verified, tried)
 

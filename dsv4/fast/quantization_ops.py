@@ -156,15 +156,17 @@ def _register(
     triton: Callable[..., Any],
     *others: Implementation,
     arguments: dispatch.ArgumentRule = any_arguments,
+    compiled_on: tuple[str, ...] = ("cpu", "SM90"),
 ) -> None:
+    """Define dsv4::NAME and give it its table; `compiled_on` are the devices on which the compiled body has passed the suite."""
     body = getattr(groups, name)
     ops.define(name, schema, fake)
     dispatch.register(
         f"quantization.{name}",
         Implementation("triton", cuda_from(8, 0), arguments, triton, verified=("SM90",)),
         *others,
-        Implementation("inductor", any_device, any_arguments, partial(body, run_compiled)),
-        Implementation("eager", any_device, any_arguments, partial(body, run_eagerly)),
+        Implementation("inductor", any_device, any_arguments, partial(body, run_compiled), verified=compiled_on),
+        Implementation("eager", any_device, any_arguments, partial(body, run_eagerly), verified=compiled_on),
     )
 
 
@@ -182,6 +184,7 @@ _register(
         symbol=flashinfer.MXFP8_QUANTIZE,
         verified=(),
     ),
+    compiled_on=("cpu",),
 )
 _register(
     "quantize_fp8_blocks",
@@ -191,7 +194,11 @@ _register(
 )
 _register("quantize_mxfp4", "(Tensor x, int group, str amax_floor, str ties, str zero_sign) -> (Tensor, Tensor)", _fake_fp4, _triton_mxfp4)
 _register(
-    "quantize_fp4_e4m3", "(Tensor x, int group, str division, str ties, str zero_sign) -> (Tensor, Tensor)", _fake_fp4, _triton_fp4_e4m3
+    "quantize_fp4_e4m3",
+    "(Tensor x, int group, str division, str ties, str zero_sign) -> (Tensor, Tensor)",
+    _fake_fp4,
+    _triton_fp4_e4m3,
+    compiled_on=("cpu",),
 )
 _register(
     "dequantize",

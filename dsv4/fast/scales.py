@@ -71,7 +71,13 @@ _operator(
     "(Tensor scales) -> Tensor",
     lambda scales, impl=None: _empty_packed(scales, *scales.shape[:-1], _words_in(scales.shape[-1])),
     Implementation(
-        "deepgemm", deepgemm.DEVICES, deepgemm.whole_columns, deepgemm.pack_ue8m0, library=deepgemm.LIBRARY, symbol=deepgemm.PACK
+        "deepgemm",
+        deepgemm.DEVICES,
+        deepgemm.whole_columns,
+        deepgemm.pack_ue8m0,
+        library=deepgemm.LIBRARY,
+        symbol=deepgemm.PACK,
+        verified=(),
     ),
 )
 _operator(
@@ -84,7 +90,13 @@ _operator(
     "(Tensor scales) -> Tensor",
     lambda scales, impl=None: _empty_packed(scales, *scales.shape, dtype=torch.float32),
     Implementation(
-        "deepgemm", deepgemm.DEVICES, deepgemm.whole_columns, deepgemm.align_mn_major, library=deepgemm.LIBRARY, symbol=deepgemm.ALIGN
+        "deepgemm",
+        deepgemm.DEVICES,
+        deepgemm.whole_columns,
+        deepgemm.align_mn_major,
+        library=deepgemm.LIBRARY,
+        symbol=deepgemm.ALIGN,
+        verified=(),
     ),
 )
 _operator(

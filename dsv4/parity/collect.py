@@ -43,6 +43,21 @@ class ParityCase:
             return outcome
         return engine.check(self.contract, self.item, self.candidate, self.device, self.profile)
 
+    def crashed(self, error: Exception) -> engine.Outcome:
+        """The outcome of a check that was not finished, as every one after a CUDA error in its process: reports must not lose it."""
+        outcome = engine.Outcome(
+            self.contract.component,
+            self.contract.function,
+            self.item.label,
+            self.candidate.name,
+            getattr(self.candidate, "backend", ""),
+            getattr(self.candidate, "version", ""),
+            self.device.type,
+        )
+        outcome.result, outcome.message = "failed", f"{self.key}: the check was not finished, {type(error).__name__}: {error}"
+        outcome.rows = [engine.Tally("not finished", "", self.item.label)]
+        return outcome
+
 
 @dataclass(frozen=True)
 class Selection:

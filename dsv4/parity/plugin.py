@@ -176,7 +176,11 @@ def run_parity(request: pytest.FixtureRequest) -> Any:
 
     def run(case: ParityCase) -> None:
         __tracebackhide__ = True
-        outcome = case.run()
+        try:
+            outcome = case.run()
+        except Exception as error:
+            request.node.stash[OUTCOME] = report.as_data(case.crashed(error))
+            raise
         request.node.stash[OUTCOME] = report.as_data(outcome)
         if outcome.result == "refused":
             pytest.skip(outcome.message or f"{case.candidate.name} refuses every case of {case.key}")

@@ -298,7 +298,7 @@ def _fp4_codes(x: Tensor, divisors: Tensor, group: int, ties: Ties, zero_sign: Z
 def _divide(amax: Tensor, limit: float, division: ScaleDivision) -> Tensor:
     """(3), and the inner part of (4): fp32."""
     if division is ScaleDivision.DIVIDE:
-        return quantiser_step(lambda a: a / limit, amax)
+        return quantiser_step(lambda a: a / torch.full_like(a, limit), amax)  # by a tensor: by a number CUDA multiplies with its reciprocal
     return quantiser_step(lambda a: a * fp32(1 / limit), amax)
 
 
