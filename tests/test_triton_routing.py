@@ -203,7 +203,7 @@ def test_rows_may_be_strided_and_are_not_their_neighbours():
 
 
 @kernel
-@pytest.mark.parametrize("live", [-5, 0, 1, 3, 100])
+@pytest.mark.parametrize("live", [-5, 0, 1, 3, 100, 2**31, 2**40, 2**32 + 1, -(2**40)])
 def test_live_rows_on_the_device_are_clamped(live):
     rows = torch.tensor(live, device=DEVICE)
     check(random(3, 36), live_rows=rows, shared=1, shared_slots="home_rank", ranks=4, rank=1, counts=ints(3, 36))

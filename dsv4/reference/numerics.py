@@ -11,7 +11,8 @@ so its bits do not depend on batch, chunk, order or device. One switch, `numeric
     unrounded       stays fp64         rounds to fp32     quantises
     unquantised     stays fp64         rounds to fp32     returns its input
 
-A quantiser's own steps round in every mode: they decide which code is meant, and a code is no rounding error.
+A quantiser's own steps round in every mode: they decide which code is meant, and a code is no rounding error. Subnormal numbers count:
+under torch.set_flush_denormal(True) torch takes them for zero, and the reference with it.
 """
 
 from __future__ import annotations

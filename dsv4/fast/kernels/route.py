@@ -140,7 +140,7 @@ def route_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits = logits_ptr + row * logits_stride
     if LIVE:
-        live = tl.load(live_ptr).to(tl.int32)
+        live = tl.load(live_ptr).to(tl.int64)  # any number: past the rows it is clamped by them
     alive = tl.program_id(0) < live
     image = False
     if IMAGE == "mask":
