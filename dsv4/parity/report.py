@@ -116,7 +116,8 @@ def pretty(lines: Sequence[Sequence[str]], columns: Sequence[str] = COLUMNS, *, 
         from rich.table import Column, Table
     except ImportError:
         return plain(lines, columns)
-    drawn = Table(*(Column(column, overflow="fold") for column in columns), box=SIMPLE_HEAD)
+    foldable = ("outputs", "result")  # the others keep their words whole, names above all
+    drawn = Table(*(Column(column, overflow="fold", no_wrap=column not in foldable) for column in columns), box=SIMPLE_HEAD)
     for line in lines:
         drawn.add_row(*line, style="red" if line[-1].startswith("failed") else None)
     console = Console(width=max(width, 110))
