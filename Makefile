@@ -15,7 +15,7 @@ setup: ## virtual environment and all requirements, once, into .venv
 	@bash scripts/setup.sh
 
 parity: setup ## the parity suite at its smoke profile, with the report table
-	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile dsv4/parity --dsv4-profile smoke
+	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist worksteal dsv4/parity --dsv4-profile smoke
 
 test: lint ## everything: lint, types, every test, the parity suite at its ci profile
 	OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile --dsv4-profile ci
