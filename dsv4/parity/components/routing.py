@@ -19,12 +19,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.parity import bounds, invariants, lattices, routing_rows, strategies
+from dsv4.parity import invariants, routing_rows, strategies
 from dsv4.parity.components.eplb import KEEPS, TABLES, Options, dispatch_options, table_specs
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
+from dsv4.parity.gate_contract import gate_logits, row_classes, unrounded
 from dsv4.parity.levels import Level
-from dsv4.reference import routing
-from dsv4.reference.numerics import numerics
 from dsv4.types import ScalePlacement
 
 BY_ROW = ("batch", "padding", "empty")
@@ -35,21 +34,8 @@ ONE_ROUNDING = "one fp64 evaluation, one rounding; see the opening"
 Strategy = st.SearchStrategy[Any]
 
 
-def _unrounded(function: str) -> Callable[..., Tensor]:
-    def exact(*args: Any, **kwargs: Any) -> Tensor:
-        with numerics("unrounded"):
-            result: Tensor = getattr(routing, function)(*args, **kwargs)
-        return result
-
-    return exact
-
-
-def _classes(names: Sequence[str] = tuple(routing_rows.ROW_CLASSES)) -> Strategy:
-    return strategies.some_of(names)
-
-
 def _draws(**more: Strategy) -> st.SearchStrategy[Spec]:
-    return strategies.specs(rows=strategies.rows(130), classes=_classes(), **more, seed=strategies.seeds())
+    return strategies.specs(rows=strategies.rows(130), classes=row_classes(), **more, seed=strategies.seeds())
 
 
 def _scored(spec: Spec, experts: int) -> Tensor:
@@ -59,97 +45,6 @@ def _scored(spec: Spec, experts: int) -> Tensor:
 def _half(spec: Spec, device: torch.device) -> Tensor:
     """bool [rows], about half of it."""
     return (strategies.random_bits((spec["rows"],), spec["seed"] ^ 4, torch.uint8) < 128).to(device)
-
-
-def _factors(dtypes: Sequence[str]) -> Strategy:
-    return st.sampled_from([[x, weight] for x in dtypes for weight in dtypes])
-
-
-def _integers(spec: Spec, device: torch.device) -> Call:
-    peak = lattices.peak(spec["hidden"], most=60)
-    x, weight = (
-        lattices.integers((count, spec["hidden"]), spec["seed"] ^ number, peak, density=spec["density"])
-        for number, count in enumerate((spec["rows"], spec["experts"]))
-    )
-    scale = 2.0 ** spec["power"]
-    return Call(tuple((t * scale).to(getattr(torch, name)).to(device) for t, name in zip((x, weight), spec["dtypes"], strict=True)))
-
-
-def _wide(spec: Spec, device: torch.device) -> Call:
-    """Integers of 13 bits, two more than TF32 has, times 2^-3 to 2^3: a sum of 4096 products has at most 26 + 12 + 12 bits."""
-    pair = []
-    for number, count in enumerate((spec["rows"], spec["experts"])):
-        shape = (count, spec["hidden"])
-        bits = 8191 if spec["dtypes"][number] == "float32" else 127
-        values = lattices.integers(shape, spec["seed"] ^ number, bits) * lattices.powers(shape, spec["seed"] ^ (2 + number), -3, 3)
-        pair.append(values.to(getattr(torch, spec["dtypes"][number])).to(device))
-    return Call(tuple(pair))
-
-
-def _arbitrary(spec: Spec, device: torch.device) -> Call:
-    x = routing_rows.rows(spec["classes"], spec["rows"], spec["hidden"], spec["seed"])
-    weight = torch.randn(spec["experts"], spec["hidden"], generator=strategies.generator(spec["seed"] ^ 1)) * spec["hidden"] ** -0.5
-    return Call((x.bfloat16().to(device), weight.bfloat16().to(device)))
-
-
-def _accumulated(call: Call, exact: Tensor) -> Tensor:
-    """fp32 accumulation in any order of products that are exact, each addition off by at most an ulp: tensor cores cut the addends of a
-    step of 16 to the largest of them and the accumulator.
-    """
-    terms = call[0].shape[1]
-    size: Tensor = call[0].double().abs() @ call[1].double().abs().T
-    return bounds.gamma(2 * (terms + terms // 16 + 16)) * size + bounds.LEAST
-
-
-def _gate_logits() -> Contract:
-    shape: dict[str, Strategy] = {"rows": strategies.rows(130), "experts": st.sampled_from([8, 16, 40, 256, 384])}
-    hidden = st.one_of(st.integers(1, 70), st.sampled_from([128, 1500, 4096]))
-    moderate = [name for name in routing_rows.FINITE_ROWS if name != "large"]
-    domains = (
-        Domain(
-            "lattice",
-            _integers,
-            strategies.specs(
-                **shape,
-                hidden=hidden,
-                dtypes=_factors(["bfloat16", "float32"]),
-                density=st.sampled_from([1.0, 0.1]),
-                power=st.integers(-20, 20),
-                seed=strategies.seeds(),
-            ),
-            why="integers times a power of two, sums below 2^24 quanta",
-        ),
-        Domain(
-            "wide",
-            _wide,
-            strategies.specs(
-                **shape,
-                hidden=hidden,
-                dtypes=st.sampled_from([["float32", "float32"], ["bfloat16", "float32"], ["float32", "bfloat16"]]),
-                seed=strategies.seeds(),
-            ),
-            why="sums that are exact in fp64 and not in fp32",
-        ),
-        Domain(
-            "bf16",
-            _arbitrary,
-            strategies.specs(**shape, hidden=hidden, classes=_classes(moderate), seed=strategies.seeds()),
-            why="arbitrary finite bf16",
-        ),
-    )
-    return Contract(
-        "routing",
-        "gate_logits",
-        domains,
-        (
-            Output("result", Level.E1, "fp32 sums are exact", ("lattice",)),
-            Output("result", Level.E2, "an exact sum, rounded once", ("wide",)),
-            Output("result", Level.E3, "fp32 accumulation of exact products", ("bf16",), bound=_accumulated),
-        ),
-        (*invariants.on("bf16", *KEEPS), *invariants.on("lattice", "batch", "strides")),
-        Rows(),
-        exact=_unrounded("gate_logits"),
-    )
 
 
 def _half_ulp(call: Call, exact: Tensor) -> Tensor:
@@ -180,7 +75,7 @@ def _gate_scores() -> Contract:
         ),
         invariants.on("drawn", *KEEPS),
         Rows(),
-        exact=_unrounded("gate_scores"),
+        exact=unrounded("gate_scores"),
     )
 
 
@@ -467,7 +362,7 @@ COPIES: dict[str, Strategy] = {"shared": st.just(1), "copies": st.integers(1, 8)
 PLACES: dict[str, Strategy] = {"ranks": st.sampled_from([1, 2, 4]), "rank": st.integers(0, 3)}
 
 CONTRACTS = (
-    _gate_logits(),
+    gate_logits(),
     _gate_scores(),
     _route_topk(),
     _route_weights(),
