@@ -112,7 +112,9 @@ def test_backends(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(list(row) == BACKEND_COLUMNS for row in rows)
     assert len(rows) == sum(len(table) for table in dispatch.TABLES.values())
     (row,) = (row for row in rows if (row["component"], row["function"], row["backend"]) == ("scales", "pack_ue8m0", "deepgemm"))
-    assert (row["status"], row["capability"], row["contract"], row["verified"]) == ("no", "cpu", "E0", True)
+    assert (row["status"], row["capability"], row["contract"]) == ("no", "cpu", "E0")
+    assert {row["verified"] for row in rows if row["backend"] == "eager"} == {True}
+    assert {row["verified"] for row in rows if row["component"] == "scales" and row["backend"] == "deepgemm"} == {False}
     assert row["reason"].startswith("wants a CUDA device of capability 9.0")
     assert {row["status"] for row in rows if row["backend"] == "eager"} == {"usable"}
 
