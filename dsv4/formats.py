@@ -1,6 +1,6 @@
-"""Number formats, amax floors and scale layouts as frozen data: nothing here computes on tensors and nothing imports torch.
+"""Number formats, amax floors, scale layouts and KV layouts as frozen data: nothing here computes on tensors and nothing imports torch.
 
-Sources: spec A 0.3, 0.4, 8; spec M 9.
+Sources: spec A 0.3, 0.4, 3.4, 8; spec M 9.
 """
 
 from __future__ import annotations
@@ -144,3 +144,63 @@ WORD_GROUPS: Final = 4  # groups in one packed word
 def align(value: int, multiple: int) -> int:
     """`value` rounded up to a multiple."""
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """How a page of the KV cache holds its tokens.
+
+    A token of `dims` numbers has `data_bytes` of data and `scale_bytes` of scales. The first `quantised` dims are codes in groups of
+    `group`, the others bf16, little-endian. In a page of P slots the data of slot i begins at i * data_bytes and its scales at
+    P * data_bytes + i * scale_bytes; `inline` layouts put the scales of a slot right behind its data instead. Bytes of scales past the
+    last group are padding. A page's stride is a multiple of `stride_multiple`.
+    """
+
+    name: str
+    dims: int
+    quantised: int
+    group: int
+    numbers: Literal["e4m3", "e2m1"]
+    scale: Literal["ue8m0", "e4m3", "unit"]
+    data_bytes: int
+    scale_bytes: int
+    inline: bool
+    stride_multiple: int
+    source: str
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, scales and padding included."""
+        return self.data_bytes + self.scale_bytes
+
+    @property
+    def groups(self) -> int:
+        """Scales of one token; 0 where the scale is 1."""
+        return 0 if self.scale == "unit" else self.quantised // self.group
+
+    def page_bytes(self, page_size: int) -> int:
+        """The stride of a page of `page_size` slots."""
+        return align(page_size * self.token_bytes, self.stride_multiple)
+
+    def data_offset(self, slot: int, page_size: int) -> int:
+        """Where in its page the data of a slot begins."""
+        return slot * (self.token_bytes if self.inline else self.data_bytes)
+
+    def scale_offset(self, slot: int, page_size: int) -> int:
+        """Where in its page the scales of a slot begin."""
+        if self.inline:
+            return slot * self.token_bytes + self.data_bytes
+        return page_size * self.data_bytes + slot * self.scale_bytes
+
+
+KV_LAYOUTS: Final[dict[str, KVLayout]] = {
+    layout.name: layout
+    for layout in (
+        KVLayout("v4", 512, 448, 64, "e4m3", "ue8m0", 576, 8, False, 576, "SGLang V4, FlashMLA MODEL1"),
+        KVLayout("v41", 512, 512, 32, "e4m3", "ue8m0", 512, 16, False, 512, "SGLang V41, FlashInfer fp8_dsv41"),
+        KVLayout("v41_fp4", 512, 512, 16, "e2m1", "e4m3", 256, 32, False, 256, "SGLang V41_FP4, FlashInfer fp8_dsv41_fp4_ca"),
+        KVLayout("v41_inline", 512, 512, 32, "e4m3", "ue8m0", 512, 16, True, 528, "SGLang V41_NEW, FlashInfer fp8_dsv41_inline"),
+        KVLayout("v41_fp4_inline", 512, 512, 16, "e2m1", "e4m3", 256, 32, True, 288, "SGLang V41_FP4_NEW"),
+        KVLayout("uniform_fp8", 512, 512, 512, "e4m3", "unit", 512, 0, False, 512, "SGLang UNIFORM_FP8, TRT-LLM-gen"),
+    )
+}

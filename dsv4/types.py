@@ -169,3 +169,70 @@ class Rebalanced(NamedTuple):
     def layer(self, index: int, rank_map: Tensor | None = None) -> Placement:
         """The placement of one layer."""
         return Placement(self.physical_to_logical[index], self.replicas[index], self.counts[index], rank_map)
+
+
+class HeadNormPrecision(StrEnum):
+    """Where the norm of a query head rounds (spec A 2.2)."""
+
+    FP32 = "fp32"  # fp32 inside, one rounding to bf16
+    BF16_CHAIN = "bf16_chain"  # DeepSeek's published chain: square, mean, sum with eps, rsqrt and product each rounded to bf16
+
+
+class StatisticsPrecision(StrEnum):
+    """How the projection of the streams takes its fp32 weight (spec A 1.7)."""
+
+    EXACT = "exact"  # the whole fp32 weight
+    TF32 = "tf32"  # its upper 19 bits: the tensor cores drop the lowest 13 bits of the significand
+    TF32_COMPENSATED = "tf32_compensated"  # two such products, of the upper bits and of what they leave, added
+
+
+class StreamMix(NamedTuple):
+    """How a sublayer reads the residual streams and writes them back (spec A 1.2), all fp32."""
+
+    pre: Tensor  # [tokens, streams]: collapse weights
+    post: Tensor  # [tokens, streams]: write-back weights of the sublayer's output
+    comb: Tensor  # [tokens, streams, streams], indexed [old, new]
+
+
+class Boundary(NamedTuple):
+    """What lies between two sublayers: the new streams, their mix, and the next sublayer's normalised input."""
+
+    streams: Tensor  # bf16 [tokens, streams, hidden]
+    pre: Tensor  # fp32 [tokens, streams], of these streams: V4.1 hands it to the boundary after this one
+    post: Tensor  # fp32 [tokens, streams]
+    comb: Tensor  # fp32 [tokens, streams, streams]
+    normed: Tensor  # bf16 [tokens, hidden], or its e4m3 codes
+    scales: Tensor | None  # of the codes, int32 in the layout asked for; None beside bf16
+
+
+class Projected(NamedTuple):
+    """What a compressor keeps of each token, both fp32 [tokens, width]."""
+
+    values: Tensor
+    scores: Tensor  # without the positional bias
+
+
+class CompressionPlan(NamedTuple):
+    """Which entries a batch of tokens completes: row by row the request and the entry's number in it, -1 in rows left over."""
+
+    requests: Tensor  # int32 [rows]
+    entries: Tensor  # int64 [rows]
+
+
+class Compressed(NamedTuple):
+    """Pooled entries before their norm, what they are, and the state after these tokens."""
+
+    pooled: Tensor  # bf16 [rows, dim]; rows left over are zero
+    requests: Tensor  # int32 [rows]
+    entries: Tensor  # int64 [rows]
+    state: Tensor  # fp32 [states, ring, 2 * width]
+
+
+class StoredEntries(NamedTuple):
+    """Compressed entries in the cache: their latents, what they are, and what was updated."""
+
+    latents: Tensor  # bf16 [rows, dim]: normalised, before the rotation; rows left over are zero
+    requests: Tensor  # int32 [rows]
+    entries: Tensor  # int64 [rows]
+    state: Tensor  # fp32 [states, ring, 2 * width]
+    pages: Tensor  # uint8 [pages, stride]

@@ -629,3 +629,19 @@ def test_the_suite_kills_every_mutant(component):
     functions = len(contracts.for_component(component))
     assert len(scores) >= 3 * functions + 4
     assert len({score.mutant.id for score in scores}) == len(scores)
+
+
+def test_an_optional_output_may_be_none_and_only_where_the_reference_says_so():
+    def reference(x, *, two):
+        return x + 1, x + 2 if two else None
+
+    def build(spec, device):
+        return Call((torch.arange(3, device=device),), {"two": spec["two"]})
+
+    domain = Domain("drawn", build, strategies.specs(two=st.booleans(), seed=strategies.seeds()))
+    outputs = (Output("first", Level.E0, ""), Output("second", Level.E0, ""))
+    contract = Contract("made", "up", (domain,), outputs, reference=reference, optional=("second",))
+    always, never = lambda x, *, two: (x + 1, x + 2), lambda x, *, two: (x + 1, None)
+    assert checked(contract, reference, "drawn").result == "passed"
+    assert "a tensor where None is expected" in checked(contract, always, "drawn").message
+    assert "None where a tensor is expected" in checked(contract, never, "drawn").message

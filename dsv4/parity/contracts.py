@@ -124,7 +124,7 @@ class Contract:
     """Everything that is promised of one function.
 
     `reference` defaults to dsv4.reference.COMPONENT.FUNCTION. `exact` is the reference with roundings off, which E3 rows are measured
-    against.
+    against. `optional` names outputs that are None for some arguments.
     """
 
     component: str
@@ -136,6 +136,7 @@ class Contract:
     reference: Callable[..., Any] | None = None
     exact: Callable[..., Any] | None = None
     not_claimed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [domain.name for domain in self.domains]
@@ -174,15 +175,17 @@ class Contract:
         return function
 
     def split(self, result: Any) -> dict[str, Tensor]:
-        """A result as named tensors.
+        """A result as named tensors. A field that the contract calls `optional` may be None, and is left out then.
 
         Raises:
             TypeError: it is not the number of tensors that the contract names.
         """
         parts = (result,) if isinstance(result, Tensor) else tuple(result) if isinstance(result, tuple | list) else ()
-        if len(parts) != len(self.fields) or not all(isinstance(part, Tensor) for part in parts):
+        named = dict(zip(self.fields, parts, strict=False))
+        here = {name: part for name, part in named.items() if part is not None or name not in self.optional}
+        if len(parts) != len(self.fields) or not all(isinstance(part, Tensor) for part in here.values()):
             raise TypeError(f"{self.name} must return {', '.join(self.fields)}: got {_described(result)}")
-        return dict(zip(self.fields, parts, strict=True))
+        return here
 
 
 def _described(result: Any) -> str:

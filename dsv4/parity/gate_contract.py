@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,22 +12,11 @@ from torch import Tensor
 from dsv4.parity import bounds, invariants, lattices, routing_rows, strategies
 from dsv4.parity.components.eplb import KEEPS
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
+from dsv4.parity.exact import unrounded
 from dsv4.parity.levels import Level
 from dsv4.reference import routing
-from dsv4.reference.numerics import numerics
 
 Strategy = st.SearchStrategy[Any]
-
-
-def unrounded(function: str) -> Callable[..., Tensor]:
-    """A function of the reference with its roundings off: what E3 rows are measured against."""
-
-    def exact(*args: Any, **kwargs: Any) -> Tensor:
-        with numerics("unrounded"):
-            result: Tensor = getattr(routing, function)(*args, **kwargs)
-        return result
-
-    return exact
 
 
 def row_classes(names: Sequence[str] = tuple(routing_rows.ROW_CLASSES)) -> Strategy:
@@ -123,5 +112,5 @@ def gate_logits() -> Contract:
         ),
         (*invariants.on("bf16", *KEEPS), *invariants.on("lattice", "batch", "strides")),
         Rows(),
-        exact=unrounded("gate_logits"),
+        exact=unrounded(routing.gate_logits),
     )

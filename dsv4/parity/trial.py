@@ -75,10 +75,23 @@ class Trial:
         Raises:
             Violation: some byte differs.
         """
+        same_outputs(expected, actual)
         for name, tensor in expected.items():
             comparison = compare_output_bytes(self.row(name), tensor, actual[name])
             if not comparison.ok:
                 raise Violation(name, comparison, what)
+
+
+def same_outputs(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
+    """Demand a tensor where one is expected, and None where None is.
+
+    Raises:
+        Violation: an optional output is there that should not be, or the other way round.
+    """
+    for name in expected.keys() ^ actual.keys():
+        raise Violation(
+            name, Comparison(False, "None where a tensor is expected" if name in expected else "a tensor where None is expected")
+        )
 
 
 def compare_output_bytes(row: Output, expected: Tensor, actual: Tensor) -> Comparison:

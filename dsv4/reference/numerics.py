@@ -6,10 +6,10 @@ A numbered step of the specification that yields an fp32 tensor is evaluated in 
 
 so its bits do not depend on batch, chunk, order or device. One switch, `numerics`, turns roundings and quantisers off:
 
-    mode            fp32_step          quantiser_step     fake_quantize
-    stated          rounds to fp32     rounds to fp32     quantises
-    unrounded       stays fp64         rounds to fp32     quantises
-    unquantised     stays fp64         rounds to fp32     returns its input
+    mode            fp32_step, bf16_step       quantiser_step     fake_quantize
+    stated          round to fp32 (to bf16)    rounds to fp32     quantises
+    unrounded       stay fp64                  rounds to fp32     quantises
+    unquantised     stay fp64                  rounds to fp32     returns its input
 
 A quantiser's own steps round in every mode: they decide which code is meant, and a code is no rounding error. Subnormal numbers count:
 under torch.set_flush_denormal(True) torch takes them for zero, and the reference with it.
@@ -27,7 +27,7 @@ from torch import Tensor
 from dsv4 import checks
 from dsv4.types import Numerics
 
-__all__ = ["current_numerics", "fp32_step", "numerics", "quantiser_step"]
+__all__ = ["bf16_step", "current_numerics", "fp32_step", "numerics", "quantiser_step"]
 
 _mode: ContextVar[Numerics] = ContextVar("dsv4_numerics", default=Numerics.STATED)
 
@@ -63,3 +63,9 @@ def fp32_step(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`function` over the tensors widened to fp64; rounded to fp32 once where the mode is `stated`, left in fp64 otherwise."""
     exact = function(*(tensor.to(torch.float64) for tensor in tensors))
     return exact.to(torch.float32) if current_numerics() is Numerics.STATED else exact
+
+
+def bf16_step(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """`fp32_step`, and its fp32 result rounded to bf16 where the mode is `stated`: a step whose result the specification stores in bf16."""
+    exact = fp32_step(function, *tensors)
+    return exact.to(torch.bfloat16) if current_numerics() is Numerics.STATED else exact

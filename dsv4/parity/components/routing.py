@@ -22,8 +22,10 @@ from torch import Tensor
 from dsv4.parity import invariants, routing_rows, strategies
 from dsv4.parity.components.eplb import KEEPS, TABLES, Options, dispatch_options, table_specs
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
-from dsv4.parity.gate_contract import gate_logits, row_classes, unrounded
+from dsv4.parity.exact import unrounded
+from dsv4.parity.gate_contract import gate_logits, row_classes
 from dsv4.parity.levels import Level
+from dsv4.reference import routing
 from dsv4.types import ScalePlacement
 
 BY_ROW = ("batch", "padding", "empty")
@@ -75,7 +77,7 @@ def _gate_scores() -> Contract:
         ),
         invariants.on("drawn", *KEEPS),
         Rows(),
-        exact=unrounded("gate_scores"),
+        exact=unrounded(routing.gate_scores),
     )
 
 

@@ -130,7 +130,7 @@ def _generic(contract: Contract) -> list[Mutant]:
 def _rebuilt(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(result, Tensor):
         return change(result)
-    parts = [change(part) for part in result]
+    parts = [None if part is None else change(part) for part in result]
     return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
 
 
