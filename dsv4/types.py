@@ -236,3 +236,10 @@ class StoredEntries(NamedTuple):
     entries: Tensor  # int64 [rows]
     state: Tensor  # fp32 [states, ring, 2 * width]
     pages: Tensor  # uint8 [pages, stride]
+
+
+class BoundaryOutput(StrEnum):
+    """In what numbers a boundary hands on the next sublayer's input."""
+
+    BF16 = "bf16"
+    MXFP8 = "mxfp8"  # E4M3 codes in groups of 32 with UE8M0 scales, as a quantised linear layer takes them
