@@ -27,7 +27,7 @@ from torch import Tensor
 from dsv4 import checks
 from dsv4.types import Numerics
 
-__all__ = ["bf16_step", "current_numerics", "fp32_step", "numerics", "quantiser_step"]
+__all__ = ["bf16_dtypes", "bf16_step", "current_numerics", "float_dtypes", "fp32_step", "numerics", "quantiser_step"]
 
 _mode: ContextVar[Numerics] = ContextVar("dsv4_numerics", default=Numerics.STATED)
 
@@ -69,3 +69,13 @@ def bf16_step(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`fp32_step`, and its fp32 result rounded to bf16 where the mode is `stated`: a step whose result the specification stores in bf16."""
     exact = fp32_step(function, *tensors)
     return exact.to(torch.bfloat16) if current_numerics() is Numerics.STATED else exact
+
+
+def float_dtypes() -> tuple[str, ...]:
+    """What the fp32 result of an earlier step may be: fp64 too, where it was not rounded."""
+    return ("fp32",) if current_numerics() is Numerics.STATED else ("fp32", "fp64")
+
+
+def bf16_dtypes() -> tuple[str, ...]:
+    """What the bf16 result of an earlier step may be: fp64 too, where it was not rounded."""
+    return ("bf16",) if current_numerics() is Numerics.STATED else ("bf16", "fp64")

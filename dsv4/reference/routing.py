@@ -34,11 +34,10 @@ from torch.nn.functional import softplus
 from dsv4 import routing_checks
 from dsv4.formats import fp32
 from dsv4.reference.eplb import map_to_physical
-from dsv4.reference.numerics import fp32_step
+from dsv4.reference.numerics import float_dtypes, fp32_step
 from dsv4.reference.routing_slots import (
     append_shared_slots,
     count_experts,
-    float_dtypes,
     mask_padding,
     pack_topk,
     remap_home_rank_slots,

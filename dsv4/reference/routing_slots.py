@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dsv4 import checks, routing_checks
 from dsv4.formats import fp32
-from dsv4.reference.numerics import current_numerics
-from dsv4.types import Numerics, Routed, ScalePlacement
+from dsv4.reference.numerics import float_dtypes
+from dsv4.types import Routed, ScalePlacement
 
 __all__ = ["append_shared_slots", "count_experts", "mask_padding", "pack_topk", "remap_home_rank_slots"]
 
@@ -165,11 +165,6 @@ def count_experts(ids: Tensor, counts: Tensor) -> Tensor:
     physical = counts.shape[0]
     seen = ids[(ids >= 0) & (ids < physical)].long()
     return counts + torch.bincount(seen, minlength=physical).to(torch.int32)
-
-
-def float_dtypes() -> tuple[str, ...]:
-    """What a step's fp32 result may be: fp64, too, where the roundings are off."""
-    return ("fp32",) if current_numerics() is Numerics.STATED else ("fp32", "fp64")
 
 
 def _shared_weight(scale: float, scale_placement: ScalePlacement | str, copies: int) -> float:

@@ -1,4 +1,5 @@
-"""FlashInfer 0.7: the 128x4 interleave, the MXFP8 quantiser of SM100 and newer, and the router by token id.
+"""FlashInfer 0.7: the 128x4 interleave, the MXFP8 quantiser of SM100 and newer, the router by token id, RMS norms, and
+what it has of hyper-connections.
 
 FlashInfer is tied to no torch. Its `mxfp8_quantize` runs below SM100 without a word and writes nothing: the probe sees the poison that it
 leaves. Source: spec A 8.3, M 1, 9.3; kernels B.3.
@@ -18,6 +19,9 @@ from dsv4.fast.dispatch import cuda_from
 INTERLEAVE = "block_scale_interleave"
 MXFP8_QUANTIZE = "mxfp8_quantize"
 HASH_TOPK = "fused_moe.hash_topk"
+RMSNORM = "rmsnorm"
+MHC_POST = "mhc.mhc_post"
+MHC_PRE = "mhc.mhc_pre_big_fuse"
 
 
 def one_batch(arguments: Mapping[str, Any]) -> str | None:
@@ -63,6 +67,52 @@ def hash_topk(logits: Tensor, token_ids: Tensor, table: Tensor) -> tuple[Tensor,
     """
     weights, ids = LIBRARY.function(HASH_TOPK)(logits.contiguous(), token_ids.contiguous(), table.contiguous())
     return ids, weights
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of bf16 rows [rows, n] with a bf16 weight [n]; fp32 inside, one rounding."""
+    result: Tensor = LIBRARY.function(RMSNORM)(x.contiguous(), weight.contiguous(), eps)
+    return result
+
+
+def mhc_post(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """`expand` of four streams in fp32, the sublayer's output before the old streams: a row of the benchmark, and no backend.
+
+    `expand` promises the bits of a sum in fp64 whose last term is that output.
+
+    Args:
+        y: [tokens, D], bf16.
+        streams: [tokens, 4, D], bf16.
+        post: [tokens, 4], fp32.
+        comb: [tokens, 4, 4], fp32, indexed [old, new].
+
+    Returns:
+        bf16 [tokens, 4, D].
+    """
+    result: Tensor = LIBRARY.function(MHC_POST)(y, streams, post, comb)
+    return result
+
+
+def mhc_pre(
+    parts: Tensor, squares: Tensor, streams: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mix and collapse of four streams from their statistics in splits: a row of the benchmark, and no backend, for it gives no `pre`.
+
+    Args:
+        parts: [splits, tokens, 24], fp32, 2, 4, 8 or 16 splits. squares: [splits, tokens], fp32.
+        streams: [tokens, 4, D], bf16.
+        scale: [3], fp32. base: [24], fp32.
+        norm_eps, eps: above 0.
+
+    Returns:
+        post fp32 [tokens, 4, 1], comb fp32 [tokens, 4, 4], collapse bf16 [tokens, D]. The post multiplier is the model's, not its default.
+    """
+    width = streams.shape[1] * streams.shape[2]
+    epsilons = {"rms_eps": norm_eps, "mhc_pre_eps": eps, "mhc_sinkhorn_eps": eps}
+    post, comb, y = LIBRARY.function(MHC_PRE)(
+        parts, squares, streams, scale, base, width, **epsilons, mhc_post_mult_value=2.0, sinkhorn_repeat=20, num_splits=parts.shape[0]
+    )
+    return post, comb, y
 
 
 def _unfit(version: str) -> str | None:
@@ -112,12 +162,66 @@ def _probe_hash_topk(device: torch.device) -> str | None:
     return known_answer(thousandths, (ids, weights), device)
 
 
+def _probe_rmsnorm(device: torch.device) -> str | None:
+    # mean squares of 1, 1 and 0, and an eps of 3: the factor is 1/2 where there is anything
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    x[0], x[0, 1::2], x[1, 63] = 1.0, -1.0, 8.0
+    weight = torch.tensor([1.0, 2.0, -4.0, 0.5] * 16, dtype=torch.bfloat16, device=device)
+    expected = [0.5, -1.0, -2.0, -0.25] * 16 + [0.0] * 63 + [2.0]
+
+    def numbers() -> tuple[Tensor]:
+        return (rmsnorm(x.to(device), weight, 3.0).float() + 0.0,)  # the zeros may have signs
+
+    return known_answer(numbers, (as_bytes(expected + [0.0] * 64, torch.float32),), device)
+
+
+def _probe_mhc_post(device: torch.device) -> str | None:
+    # stream i of the second row is i + 1, of the first one 1, -1, 1, ... of it; comb moves each stream on by one and doubles the last
+    signs = torch.tensor([1.0, -1.0]).repeat(128)
+    streams = torch.arange(1.0, 5.0)[None, :, None] * torch.stack([signs, torch.ones(256)])[:, None]
+    comb = torch.zeros(2, 4, 4)
+    comb[:, 0, 1] = comb[:, 1, 2] = comb[:, 2, 3] = 1.0
+    comb[:, 3, 0] = 2.0
+    post = torch.tensor([[0.0, 1.0, 2.0, -1.0], [0.5, 0.0, 0.0, 0.0]])
+    y = torch.tensor([[8.0], [16.0]]).expand(2, 256)
+    rows = [(8.0, -8.0), (9.0, 7.0), (18.0, 14.0), (-5.0, -11.0), (16.0, 16.0), (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
+    want = as_bytes([number for row in rows for number in row * 128], torch.bfloat16)
+    given = y.to(device, torch.bfloat16), streams.to(device, torch.bfloat16), post.to(device), comb.to(device)
+    return known_answer(lambda: (mhc_post(*given),), (want,), device)
+
+
+def _probe_mhc_pre(device: torch.device) -> str | None:
+    # Two splits, whose squares add up to 4 a number: the factor is 1/2. pre is 1, 0, 1 and, where 8 / 2 * 2 meets -8, a half; post is 2, 0,
+    # 1, 0; comb is a permutation. Its exponentials and quotients are approximate.
+    streams = torch.arange(1.0, 5.0)[None, :, None].expand(1, 4, 256).to(device, torch.bfloat16)
+    parts, base = torch.zeros(2, 1, 24), torch.zeros(24)
+    parts[0, 0, :8] = torch.tensor([200.0, -200.0, 200.0, 3.0, 300.0, -300.0, 0.0, -300.0])
+    parts[1, 0, 3], base[3] = 5.0, -8.0
+    parts[1, 0, [9, 14, 19, 20]] = 400.0
+    scale, squares = torch.tensor([2.0, 1.0, 1.0], device=device), torch.tensor([[1024.0], [3072.0]], device=device)
+    given = parts.to(device), squares, streams, scale, base.to(device)
+
+    def thousandths() -> tuple[Tensor, ...]:
+        return tuple((1000 * part.float()).round().to(torch.int32) for part in mhc_pre(*given, 1e-12, 1e-12))
+
+    comb = [1000 if entry in (1, 6, 11, 12) else 0 for entry in range(16)]
+    numbers = ([2000, 0, 1000, 0], comb, [6000] * 256)
+    return known_answer(thousandths, [as_bytes(part, torch.int32) for part in numbers], device)
+
+
 LIBRARY = Library(
     name="flashinfer",
     module="flashinfer",
     distributions=("flashinfer-python",),
     install="pip install flashinfer-python==0.7.4",
     fits=_unfit,
-    probes={INTERLEAVE: _probe_interleave, MXFP8_QUANTIZE: _probe_mxfp8, HASH_TOPK: _probe_hash_topk},
+    probes={
+        INTERLEAVE: _probe_interleave,
+        MXFP8_QUANTIZE: _probe_mxfp8,
+        HASH_TOPK: _probe_hash_topk,
+        RMSNORM: _probe_rmsnorm,
+        MHC_POST: _probe_mhc_post,
+        MHC_PRE: _probe_mhc_pre,
+    },
     devices=cuda_from(9, 0),
 )

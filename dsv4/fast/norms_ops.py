@@ -1,0 +1,121 @@
+"""The operators of `norms`, and what implements them.
+
+Every row of a table but FlashInfer's evaluates in fp64 and has the reference's bits, but where two fp64 evaluations fall on the two sides
+of a rounding. Rows of a tensor are one matrix to a compiler, whatever its leading dimensions: one graph for each width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.fast import dispatch, ops
+from dsv4.fast.adapters import flashinfer
+from dsv4.fast.compiled import run_compiled, run_eagerly
+from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from, cuda_of
+from dsv4.fast.row_bodies import chain_body, hadamard_body, rms_body
+from dsv4.formats import fp32
+
+Run = Callable[..., Any]
+
+MOST_TRITON = 16384  # numbers of a row
+
+
+def _by_rows(run: Run, body: Callable[..., Tensor], x: Tensor, *more: Tensor, **options: Any) -> Tensor:
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    result: Tensor = run(body, x.reshape(-1, x.shape[-1]), *more, **options)
+    return result.view(x.shape)
+
+
+def _rms(run: Run, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _by_rows(run, rms_body, x, weight, eps=fp32(eps))
+
+
+def _head(run: Run, x: Tensor, eps: float, precision: str) -> Tensor:
+    return _by_rows(run, rms_body if precision == "fp32" else chain_body, x, eps=fp32(eps))
+
+
+def _hadamard(run: Run, x: Tensor) -> Tensor:
+    bits = x.shape[-1].bit_length() - 1
+    return _by_rows(run, hadamard_body, x, _signs(bits // 2, x.device), _signs(bits - bits // 2, x.device))
+
+
+@cache
+def _signs(bits: int, device: torch.device) -> Tensor:
+    """Signs of the transform over some bits of the column: fp64 [1, 2^bits, 2^bits]."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(2**bits)] for i in range(2**bits)]
+    with torch.inference_mode(False):  # it outlives the call
+        return torch.tensor([signs], dtype=torch.float64, device=device)
+
+
+def _triton_rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _kernel("norm_rope", x, weight=weight, eps=fp32(eps), norm="fp32")
+
+
+def _triton_head(x: Tensor, eps: float, precision: str) -> Tensor:
+    return _kernel("norm_rope", x, eps=fp32(eps), norm=precision)
+
+
+def _triton_hadamard(x: Tensor) -> Tensor:
+    return _kernel("hadamard", x)
+
+
+def _kernel(name: str, x: Tensor, **options: Any) -> Tensor:
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    result: Tensor = import_module(f"dsv4.fast.kernels.{name}").run(x, **options)
+    return result
+
+
+def triton_fits(arguments: Mapping[str, Any]) -> str | None:
+    """Rows of whole words, short enough to be held by one program."""
+    n = arguments["x"].shape[-1]
+    return None if n % 2 == 0 and n <= MOST_TRITON else f"takes rows of an even number of numbers, at most {MOST_TRITON}; got {n}"
+
+
+def _flashinfer_rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return flashinfer.rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+
+def _flashinfer_fits(arguments: Mapping[str, Any]) -> str | None:
+    x, weight = arguments["x"], arguments["weight"]
+    if weight.dtype != torch.bfloat16:
+        return f"takes a weight of bf16, got {str(weight.dtype).removeprefix('torch.')}"
+    if not x.numel() or x.shape[-1] % 8:
+        return f"takes rows of a multiple of 8 numbers, not empty; got shape {list(x.shape)}"
+    return None
+
+
+def _fake(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+ops.define("rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor", _fake)
+ops.define("head_rms_norm", "(Tensor x, float eps, str precision) -> Tensor", _fake)
+ops.define("hadamard", "(Tensor x) -> Tensor", _fake)
+
+_OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=())
+_LIBRARY = partial(Implementation, "flashinfer", cuda_of(9, 10, 12), library=flashinfer.LIBRARY, verified=())
+
+
+def _rows(call: Callable[..., Tensor]) -> tuple[Implementation, ...]:
+    return (
+        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu",)),
+        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu",)),
+    )
+
+
+dispatch.register(
+    "norms.rms_norm",
+    _OF_CUDA(triton_fits, _triton_rms),
+    _LIBRARY(_flashinfer_fits, _flashinfer_rms, symbol=flashinfer.RMSNORM),
+    *_rows(_rms),
+)
+dispatch.register("norms.head_rms_norm", _OF_CUDA(triton_fits, _triton_head), *_rows(_head))
+dispatch.register("norms.hadamard", _OF_CUDA(any_arguments, _triton_hadamard), *_rows(_hadamard))
