@@ -1,4 +1,5 @@
-"""DeepGEMM (the wheels of sgl-deep-gemm): which wheel fits which torch, its layout transforms, and proofs of its FP8 product.
+"""DeepGEMM (the wheels of sgl-deep-gemm): which wheel fits which torch, its layout transforms, statistics of residual streams, and proofs
+of its FP8 product.
 
 Both transforms take one tensor in 0.1.5 and in 0.2.x alike. They leave the words behind the last row of a column undefined, so they are
 used where there are none, and they may return an input that already lies right, which an operator must not. Of the product's arguments the
@@ -22,6 +23,7 @@ PACK = "get_mn_major_tma_aligned_packed_ue8m0_tensor"
 ALIGN = "get_mn_major_tma_aligned_tensor"
 GEMM = "fp8_gemm_nt"
 GEMM_1D1D = "fp8_gemm_nt 1d1d"
+PRENORM = "tf32_hc_prenorm_gemm"
 DEVICES = cuda_exactly((9, 0), (10, 0), (10, 3), (10, 7), (12, 0))  # it faults on 12.1 although it says otherwise
 
 # A wheel is tied to the torch that it was built with and does not say so: a wrong pair lacks a symbol, or loads and misreads every tensor.
@@ -172,12 +174,56 @@ def _probe_gemm_1d1d(device: torch.device) -> str | None:
     return known_answer(lambda: (fp8_gemm_nt(a, scales[0], b, scales[1], torch.float32, (1, 1, 128)),), (want,), device)
 
 
+PRENORM_SPLITS = 16  # of K, for any number of rows: they decide the order of its additions
+PRENORM_TILE = 64  # of K
+
+
+def prenorm_shapes(rows: int, mixes: int, width: int) -> str | None:
+    """What keeps `prenorm_gemm` from rows [rows, width] and a weight [mixes, width]."""
+    if not rows or not 0 < mixes <= 32 or mixes % 8 or width % (PRENORM_SPLITS * PRENORM_TILE):
+        tile = PRENORM_SPLITS * PRENORM_TILE
+        return f"takes 8, 16, 24 or 32 mixes of a multiple of {tile} numbers, not empty; got {rows} rows, {mixes} mixes of {width}"
+    return None
+
+
+def prenorm_gemm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x [m, k] times weight [n, k] transposed in TF32, the weight cut to it, and the sums of squares of x, both in splits of k.
+
+    Args:
+        x: bf16. weight: fp32.
+
+    Returns:
+        fp32 [PRENORM_SPLITS, m, n] and [PRENORM_SPLITS, m].
+    """
+    parts = torch.empty(PRENORM_SPLITS, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    squares = torch.empty(PRENORM_SPLITS, x.shape[0], dtype=torch.float32, device=x.device)
+    LIBRARY.function(PRENORM)(x.contiguous(), weight.contiguous(), parts, squares, PRENORM_SPLITS)
+    return parts, squares
+
+
+def _probe_prenorm(device: torch.device) -> str | None:
+    # In split s, row 0 is 1 and 2 at two places and row 1 is s + 1 at a third; all sums are exact. 1 + 2^-12 is 1 in TF32, 2^-12 stays.
+    width, mixes = PRENORM_SPLITS * PRENORM_TILE, 24
+    x, weight = torch.zeros(2, width), torch.zeros(mixes, width)
+    numbers = torch.arange(float(mixes))
+    parts = torch.zeros(PRENORM_SPLITS, 2, mixes)
+    for split in range(PRENORM_SPLITS):
+        at = split * PRENORM_TILE + split
+        x[0, at], x[0, at + 7], x[1, at + 13] = 1.0, 2.0, split + 1.0
+        weight[:, at], weight[:, at + 7], weight[:, at + 13] = 1 + 2.0**-12, numbers - 12, numbers * 2.0**-12
+        parts[split, 0], parts[split, 1] = 1 + 2 * (numbers - 12), (split + 1) * numbers * 2.0**-12
+    squares = torch.stack([torch.full((PRENORM_SPLITS,), 5.0), (torch.arange(PRENORM_SPLITS) + 1.0) ** 2], 1)
+    want = as_bytes(parts.flatten().tolist(), torch.float32), as_bytes(squares.flatten().tolist(), torch.float32)
+    given = x.to(torch.bfloat16).to(device), weight.to(device)
+    return known_answer(lambda: prenorm_gemm(*given), want, device)
+
+
 LIBRARY = Library(
     name="sgl-deep-gemm",
     module="deep_gemm",
     distributions=("sgl-deep-gemm",),
     install=install_command(torch.__version__),
     fits=lambda version: unfit(version, torch.__version__),
-    probes={PACK: _probe_pack, ALIGN: _probe_align, GEMM: _probe_gemm, GEMM_1D1D: _probe_gemm_1d1d},
+    probes={PACK: _probe_pack, ALIGN: _probe_align, GEMM: _probe_gemm, GEMM_1D1D: _probe_gemm_1d1d, PRENORM: _probe_prenorm},
     devices=DEVICES,
 )

@@ -1,0 +1,261 @@
+"""The operators of `hyper_connections`, and what implements them.
+
+A boundary is three launches of Triton: the new streams, their statistics in splits of K, and everything after. Elsewhere inductor compiles
+`expand` and `collapse`; statistics and Sinkhorn are made of torch's own operations, the same ones for every row of a table. All rows but
+DeepGEMM's give a token the same bits in any batch, and so does DeepGEMM, for a fixed number of splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.fast import dispatch, groups, ops
+from dsv4.fast import hyper_connection_bodies as bodies
+from dsv4.fast.adapters import deepgemm
+from dsv4.fast.compiled import run_compiled, run_eagerly
+from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from, cuda_of
+from dsv4.formats import fp32
+
+Run = Callable[..., Any]
+Mix = tuple[Tensor, Tensor, Tensor]
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+GROUP = 32  # of MXFP8
+TRITON_STREAMS = (1, 2, 4, 8)
+TRITON_HIDDEN = 8192  # at most: a program holds a row
+
+
+def supported(streams: int, hidden: int) -> str | None:
+    """Why the Triton kernels do not take so many streams of this size; None if they do. Every rule and every call asks here."""
+    if streams not in TRITON_STREAMS:
+        return f"takes {', '.join(map(str, TRITON_STREAMS))} streams, these are {streams}"
+    if hidden % 8 or hidden > TRITON_HIDDEN:
+        return f"takes a hidden size that is a multiple of 8, at most {TRITON_HIDDEN}; this is {hidden}"
+    return None
+
+
+def _triton_fits(arguments: Mapping[str, Any]) -> str | None:
+    return supported(*arguments["streams"].shape[1:])
+
+
+def _triton_splits(arguments: Mapping[str, Any]) -> str | None:
+    return supported(_streams(arguments["mixes"]), TRITON_HIDDEN)
+
+
+def _deepgemm_fits(arguments: Mapping[str, Any]) -> str | None:
+    streams, precision = arguments["streams"], arguments["precision"]
+    if precision == "exact":
+        return "multiplies in TF32: takes the precisions tf32 and tf32_compensated"
+    return deepgemm.prenorm_shapes(streams.shape[0], arguments["fn"].shape[0], streams.shape[1] * streams.shape[2])
+
+
+def _streams(mixes: Tensor) -> int:
+    """C of C (C + 2) mixes."""
+    streams = 1
+    while streams * (streams + 2) < mixes.shape[1]:
+        streams += 1
+    return streams
+
+
+def _kernels() -> Any:
+    """Imported at the first call, for Triton is not everywhere."""
+    return import_module("dsv4.fast.kernels.hyper_connections")
+
+
+def _statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tensor:
+    if not streams.shape[0] or not fn.shape[0]:
+        return _fake_mixes(streams, fn)
+    return bodies.statistics(streams, fn, fp32(eps), precision)
+
+
+def _triton_statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tensor:
+    if not streams.shape[0] or not fn.shape[0]:
+        return _fake_mixes(streams, fn)
+    result: Tensor = _kernels().mix_statistics(streams, fn, fp32(eps), precision)
+    return result
+
+
+def _deepgemm_statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tensor:
+    """Its products and sums of squares in splits, the second product of what the first one dropped; our kernel adds them."""
+    weight = fn.contiguous()
+    parts, squares = deepgemm.prenorm_gemm(streams.reshape(streams.shape[0], -1), weight)
+    if precision == "tf32_compensated":
+        dropped = weight - (weight.view(torch.int32) & bodies.TF32_KEPT).view(torch.float32)
+        parts = torch.cat([parts, deepgemm.prenorm_gemm(streams.reshape(streams.shape[0], -1), dropped)[0]])
+    result: Tensor = _kernels().add_parts(parts, squares, weight.shape[1], fp32(eps))
+    return result
+
+
+def _split(mixes: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, post_multiplier: float) -> Mix:
+    return bodies.split(mixes, scale, base, _streams(mixes), iterations, fp32(eps), fp32(post_multiplier))
+
+
+def _triton_split(mixes: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, post_multiplier: float) -> Mix:
+    if not mixes.shape[0]:
+        return _fake_mix(mixes)
+    result: Mix = _kernels().split_mix(mixes, scale, base, _streams(mixes), iterations, fp32(eps), fp32(post_multiplier))
+    return result
+
+
+def _collapse(run: Run, streams: Tensor, pre: Tensor) -> Tensor:
+    result: Tensor = run(bodies.collapse_body, streams, pre) if streams.shape[0] else _fake_row(streams)
+    return result
+
+
+def _triton_collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    result: Tensor = _kernels().collapse(streams, pre) if streams.shape[0] else _fake_row(streams)
+    return result
+
+
+def _expand(run: Run, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    result: Tensor = run(bodies.expand_body, y, streams, post, comb) if y.shape[0] else streams.new_empty(streams.shape)
+    return result
+
+
+def _triton_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    result: Tensor = _kernels().expand(y, streams, post, comb) if y.shape[0] else streams.new_empty(streams.shape)
+    return result
+
+
+def _head(run: Run, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> Tensor:
+    pre = bodies.gates(_statistics(streams, fn, norm_eps, "exact"), scale, base).add_(fp32(eps)).float()
+    return _collapse(run, streams, pre)
+
+
+def _triton_head(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> Tensor:
+    if not streams.shape[0]:
+        return _fake_row(streams)
+    result: Tensor = _kernels().head_collapse(streams, fn, scale, base, fp32(norm_eps), fp32(eps))
+    return result
+
+
+def _boundary(
+    run: Run,
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor,
+    carried_pre: Tensor | None,
+    norm_eps: float,
+    rms_eps: float,
+    iterations: int,
+    eps: float,
+    precision: str,
+    output: str,
+    scale_layout: str,
+) -> Parts:
+    new = _expand(run, y, streams, post, comb)
+    mix = _split(_statistics(new, fn, norm_eps, precision), scale, base, iterations, eps, 2.0)
+    if not y.shape[0]:
+        return new, *mix, *_empty_normed(y, output, scale_layout)
+    normed = run(bodies.collapse_norm_body, new, mix[0] if carried_pre is None else carried_pre, weight, eps=fp32(rms_eps))
+    if output == "bf16":
+        return new, *mix, normed, _no_scales(y)
+    return new, *mix, *groups.quantize_fp8(run, normed, GROUP, "ue8m0", scale_layout, "official", "reciprocal")
+
+
+def _triton_boundary(y: Tensor, *arguments: Any) -> Parts:
+    if not y.shape[0]:
+        return _boundary(run_eagerly, y, *arguments)
+    *tensors, norm_eps, rms_eps, iterations, eps, precision, output, scale_layout = arguments
+    given, small = (y, *tensors), (fp32(norm_eps), fp32(rms_eps), iterations, fp32(eps))
+    normed, scales = _empty_normed(y, output, scale_layout)
+    new, *mix = _kernels().boundary(*given, *small, precision, normed, scales, scale_layout if output == "mxfp8" else "")
+    return new, *mix, normed, scales
+
+
+def _no_scales(y: Tensor) -> Tensor:
+    return y.new_empty(0, dtype=torch.int32)
+
+
+def _empty_normed(y: Tensor, output: str, scale_layout: str) -> tuple[Tensor, Tensor]:
+    """Memory for the next sublayer's input: bf16, or codes as uint8 with their scales in a layout."""
+    if output == "bf16":
+        return y.new_empty(y.shape), _no_scales(y)
+    return y.new_empty(y.shape, dtype=torch.uint8), groups.empty_scales(y, GROUP, "ue8m0", scale_layout)
+
+
+def _fake_mixes(streams: Tensor, fn: Tensor, *_: Any, **__: Any) -> Tensor:
+    return streams.new_empty((streams.shape[0], fn.shape[0]), dtype=torch.float32)
+
+
+def _fake_mix(mixes: Tensor, *_: Any, **__: Any) -> Mix:
+    streams = _streams(mixes)
+    return _mix_of(mixes, streams)
+
+
+def _mix_of(like: Tensor, streams: int) -> Mix:
+    pre, post, comb = (
+        like.new_empty((like.shape[0], *shape), dtype=torch.float32) for shape in ((streams,), (streams,), (streams, streams))
+    )
+    return pre, post, comb
+
+
+def _fake_row(streams: Tensor, *_: Any, **__: Any) -> Tensor:
+    return streams.new_empty((streams.shape[0], streams.shape[2]))
+
+
+def _fake_boundary(y: Tensor, streams: Tensor, *arguments: Any, **_: Any) -> Parts:
+    output, scale_layout = arguments[ops.argument_names("boundary").index("output") - 2 :][:2]
+    return streams.new_empty(streams.shape), *_mix_of(y, streams.shape[1]), *_empty_normed(y, output, scale_layout)
+
+
+_OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=())
+
+
+def _eager(call: Callable[..., Any]) -> Implementation:
+    return Implementation("eager", any_device, any_arguments, call, verified=("cpu",))
+
+
+def _compiled(call: Callable[..., Any]) -> tuple[Implementation, ...]:
+    inductor = Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu",))
+    return inductor, _eager(partial(call, run_eagerly))
+
+
+_DEEPGEMM = Implementation(
+    "deepgemm",
+    cuda_of(9, 10),
+    _deepgemm_fits,
+    _deepgemm_statistics,
+    library=deepgemm.LIBRARY,
+    symbol=deepgemm.PRENORM,
+    verified=(),
+)
+
+ops.define("mix_statistics", "(Tensor streams, Tensor fn, float eps, str precision) -> Tensor", _fake_mixes)
+ops.define(
+    "split_mix",
+    "(Tensor mixes, Tensor scale, Tensor base, int iterations, float eps, float post_multiplier) -> (Tensor, Tensor, Tensor)",
+    _fake_mix,
+)
+ops.define("collapse", "(Tensor streams, Tensor pre) -> Tensor", _fake_row)
+ops.define(
+    "expand",
+    "(Tensor y, Tensor streams, Tensor post, Tensor comb) -> Tensor",
+    lambda y, streams, *_, **__: streams.new_empty(streams.shape),
+)
+ops.define("head_collapse", "(Tensor streams, Tensor fn, Tensor scale, Tensor base, float norm_eps, float eps) -> Tensor", _fake_row)
+ops.define(
+    "boundary",
+    "(Tensor y, Tensor streams, Tensor post, Tensor comb, Tensor fn, Tensor scale, Tensor base, Tensor weight, Tensor? carried_pre, "
+    "float norm_eps, float rms_eps, int iterations, float eps, str precision, str output, str scale_layout) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_boundary,
+)
+
+dispatch.register("hyper_connections.mix_statistics", _OF_CUDA(_triton_fits, _triton_statistics), _DEEPGEMM, _eager(_statistics))
+dispatch.register("hyper_connections.split_mix", _OF_CUDA(_triton_splits, _triton_split), _eager(_split))
+dispatch.register("hyper_connections.collapse", _OF_CUDA(_triton_fits, _triton_collapse), *_compiled(_collapse))
+dispatch.register("hyper_connections.expand", _OF_CUDA(_triton_fits, _triton_expand), *_compiled(_expand))
+dispatch.register("hyper_connections.head_collapse", _OF_CUDA(_triton_fits, _triton_head), *_compiled(_head))
+dispatch.register("hyper_connections.boundary", _OF_CUDA(_triton_fits, _triton_boundary), *_compiled(_boundary))
