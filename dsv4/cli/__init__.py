@@ -59,7 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--function", action="append", default=[], metavar="NAME", help="only this function (repeatable)")
     bench.add_argument("--backend", action="append", default=[], metavar="NAME", help="only this backend (repeatable)")
 
+    layout = commands.add_parser("layout", help="where the bytes of a token of the KV cache lie")
+    explain = layout.add_subparsers(dest="action", required=True, metavar="ACTION").add_parser("explain", help="one layout, one token")
+    explain.add_argument("layout", metavar="LAYOUT", help="v4, v41, v41_fp4, v41_inline, v41_fp4_inline or uniform_fp8")
+    explain.add_argument("--token", type=int, default=0, metavar="N", help="the slot, counted through all pages (default: 0)")
+    explain.add_argument("--page-size", type=int, default=64, metavar="P", help="slots of a page (default: 64)")
+    explain.add_argument("--picture", metavar="FILE", help="draw the page there as well, as a PNG")
+
     commands.add_parser("parity", help="hold implementations to their contracts: options of pytest; --mutants, --replay", add_help=False)
-    for command in (doctor, backends, bench):
+    for command in (doctor, backends, bench, explain):
         command.add_argument("--json", metavar="FILE", help="write JSON there (-: to the standard output) instead of a table")
     return parser

@@ -88,7 +88,7 @@ def fake_quantize(run: Run, x: Tensor, group: int, format: str, amax_floor: str,
 
 def fp8_body(x: Tensor, floor: Tensor, *, kind: str, division: str, on_scale: bool, zeroes: bool) -> tuple[Tensor, Tensor]:
     """Codes [groups, group] and scales [groups]."""
-    stored, _, quotients = _scaled(x.to(torch.float32), floor, kind, division, on_scale, zeroes)
+    stored, _, quotients = scaled(x.to(torch.float32), floor, kind, division, on_scale, zeroes)
     codes = bits.encode_e4m3(quotients).to(torch.uint8)
     return codes, (stored if kind == "fp8_fp32" else stored.to(torch.uint8))[:, 0]
 
@@ -97,7 +97,7 @@ def fp4_body(
     x: Tensor, floor: Tensor, *, kind: str, division: str, on_scale: bool, zeroes: bool, ties: str, zero_sign: str
 ) -> tuple[Tensor, Tensor]:
     """Packed codes [groups, group/2] and scale bytes [groups]."""
-    stored, _, quotients = _scaled(x.to(torch.float32), floor, kind, division, on_scale, zeroes)
+    stored, _, quotients = scaled(x.to(torch.float32), floor, kind, division, on_scale, zeroes)
     codes = bits.encode_e2m1(quotients, ties, zero_sign).to(torch.uint8)
     return bits.pack_pairs(codes, "low_first"), stored.to(torch.uint8)[:, 0]
 
@@ -106,7 +106,7 @@ def fake_body(
     x: Tensor, floor: Tensor, *, kind: str, division: str, on_scale: bool, zeroes: bool, ties: str = "", zero_sign: str = ""
 ) -> Tensor:
     """[groups, group] in the dtype of x."""
-    _, scale, quotients = _scaled(x.to(torch.float32), floor, kind, division, on_scale, zeroes)
+    _, scale, quotients = scaled(x.to(torch.float32), floor, kind, division, on_scale, zeroes)
     if kind == "fp8":
         numbers = bits.decode_e4m3(bits.encode_e4m3(quotients))
     else:
@@ -123,7 +123,7 @@ def dequantize_body(codes: Tensor, scales: Tensor, *, numbers: str, scale: str, 
     return (values * factors[:, None]).to(getattr(torch, dtype))
 
 
-def _scaled(numbers: Tensor, floor: Tensor, kind: str, division: str, on_scale: bool, zeroes: bool) -> tuple[Tensor, Tensor, Tensor]:
+def scaled(numbers: Tensor, floor: Tensor, kind: str, division: str, on_scale: bool, zeroes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Scales [groups, 1] as they are stored (bytes as int32, or fp32) and as fp32 numbers, and x / scale."""
     amax = bits.largest(numbers)
     if kind in ("fp8", "mxfp4"):
