@@ -20,8 +20,13 @@ CPU = torch.device("cpu")
 PART_OF_ANOTHER = {"scales.zero_pad_rows_"}  # zero_pad_rows with out=
 ONE_OF_EACH = {
     "codecs": ("unpack_fp4", 1, 0),
+    "compressor": ("project", 5, 5),
     "eplb": ("map_to_physical", 5, 0),
+    "hyper_connections": ("expand", 1, 0),
+    "kv_cache": ("page_slots", 1, 0),
+    "norms": ("hadamard", 2, 0),
     "quantization": ("quantize_mxfp4", 1, 0),
+    "rotary": ("norm_rope", 2, 0),
     "routing": ("route", 4, 1),
     "scales": ("zero_pad_rows", 2, 0),
 }  # a function, its cases at one shape, and the lines of libraries and torch among theirs

@@ -22,7 +22,7 @@ from dsv4.fast.warmup import LIBRARIES
 from dsv4.parity import mutants
 
 ROOT = Path(dsv4.__file__).resolve().parents[1]
-COMPONENTS = "codecs, eplb, quantization, routing, scales"
+COMPONENTS = "codecs, compressor, eplb, hyper_connections, kv_cache, norms, quantization, rotary, routing, scales"
 BACKEND_COLUMNS = [
     "component", "function", "backend", "version", "capability", "status", "reason", "deterministic", "batch-invariant", "graph-safe",
     "contract", "verified",
@@ -32,9 +32,13 @@ PROOFS = [
     ("sgl-deep-gemm", "get_mn_major_tma_aligned_tensor"),
     ("sgl-deep-gemm", "fp8_gemm_nt"),
     ("sgl-deep-gemm", "fp8_gemm_nt 1d1d"),
+    ("sgl-deep-gemm", "tf32_hc_prenorm_gemm"),
     ("flashinfer", "block_scale_interleave"),
     ("flashinfer", "mxfp8_quantize"),
     ("flashinfer", "fused_moe.hash_topk"),
+    ("flashinfer", "rmsnorm"),
+    ("flashinfer", "mhc.mhc_post"),
+    ("flashinfer", "mhc.mhc_pre_big_fuse"),
     ("sgl-flash-mla", "flash_mla_sparse_fwd"),
 ]
 
@@ -70,7 +74,7 @@ def test_no_torch_until_a_command_needs_it() -> None:
     code = "import sys, dsv4.cli\ntry: dsv4.cli.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert printed.splitlines()[-1] == "False"
-    assert all(command in printed for command in ("doctor", "backends", "bench", "parity"))
+    assert all(command in printed for command in ("doctor", "backends", "bench", "parity", "layout"))
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,9 +7,23 @@ import pytest
 import torch
 
 from dsv4.configs import V4_FLASH, V4_FLASH_0731, V4_PRO, V41_FLASH, ModelConfig
-from dsv4.fast import WarmupReport, dispatch, eplb, quantization, routing, scales, warmup
+from dsv4.fast import (
+    WarmupReport,
+    compressor,
+    dispatch,
+    eplb,
+    hyper_connections,
+    kv_cache,
+    norms,
+    quantization,
+    rotary,
+    routing,
+    scales,
+    warmup,
+)
 from dsv4.fast.adapters import flashmla
-from dsv4.fast.warmup import CALLS, counted
+from dsv4.fast.warmup import counted
+from dsv4.fast.warmup_calls import CALLS
 from dsv4.types import ArgumentError
 
 CPU = torch.device("cpu")
@@ -42,12 +56,48 @@ def serve(tokens: int, device: str) -> None:
     routing.route(logits, 6, scale=1.5, bias=torch.randn(256, device=device))
     ids, table = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((tokens,), (129280, 6)))
     routing.route(logits, 6, scale=1.5, token_ids=ids, table=table)
+    serve_streams(tokens, device)
+    serve_cache(tokens, device)
+
+
+def serve_streams(tokens: int, device: str) -> None:
+    x, y = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((tokens, 4, 4096), (tokens, 4096)))
+    fn, scale, base = torch.randn(24, 16384, device=device), torch.ones(3, device=device), torch.zeros(24, device=device)
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=device)
+    mix = hyper_connections.split_mix(hyper_connections.mix_statistics(x, fn, eps=1e-6), scale, base)
+    norms.rms_norm(hyper_connections.collapse(x, mix.pre), weight, eps=1e-6)
+    hyper_connections.boundary(y, x, mix.post, mix.comb, fn, scale, base, weight, norm_eps=1e-6, rms_eps=1e-6)
+    hyper_connections.expand(y, x, mix.post, mix.comb)
+    hyper_connections.head_collapse(x, fn[:4], scale[:1], base[:4], norm_eps=1e-6)
+
+
+def serve_cache(tokens: int, device: str) -> None:
+    positions = torch.arange(tokens, device=device)
+    table = rotary.rope_table(rotary.rope_frequencies(10000.0, device=device), 512)
+    q, kv = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((tokens, 64, 512), (tokens, 512)))
+    rotary.apply_rope(rotary.norm_rope(q, table, positions, eps=1e-6), table, positions, inverse=True)
+    pages = torch.zeros(4, 149760, dtype=torch.uint8, device=device)
+    at = {"layout": "v4", "page_size": 256}
+    kv_cache.norm_rope_store_kv(kv, kv[0], table, positions, pages, positions, eps=1e-6, **at)
+    kv_cache.load_kv(pages, positions, **at)
+    kv_cache.page_slots(torch.zeros(1, 2, dtype=torch.int32, device=device), positions.int(), positions, page_size=256)
+    x = torch.randn(tokens, 4096, device=device).to(torch.bfloat16)
+    starts, offsets = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    for ratio, width in ((4, 1024), (128, 512)):
+        weight = torch.zeros(width, 4096, dtype=torch.bfloat16, device=device)
+        more = {"ratio": ratio, "overlap": ratio == 4, "ape": torch.zeros(ratio, width, device=device)}
+        state = compressor.compressor_state(1, 512, ratio=ratio, overlap=ratio == 4, device=device)
+        rows = compressor.project(x, weight, weight)
+        entries = compressor.compression_plan(starts, offsets, ratio=ratio, tokens=tokens).entries
+        pages = torch.zeros(300, 584 * (256 // ratio) + 500, dtype=torch.uint8, device=device)
+        more |= {"layout": "v4", "page_size": 256 // ratio, "eps": 1e-6}
+        compressor.compress_and_store(*rows, state, starts, offsets, kv[0], table, pages, entries, **more)
 
 
 def test_afterwards_nothing_compiles(warmed: tuple[str, WarmupReport]) -> None:
     device, report = warmed
     if device == "cpu":  # Triton keeps what earlier tests of this process have compiled
-        assert sum(call.graphs for call in report.calls) == 9
+        assert sum(call.graphs for call in report.calls) == 32
     with counted() as count:
         for tokens in (1, 2, 16, 129, 300):
             serve(tokens, device)
@@ -73,7 +123,7 @@ def test_the_report(warmed: tuple[str, WarmupReport]) -> None:
     names = [call.call for call in report.calls]
     assert "quantization: quantize_fp8, dequantize [4096] 128 ue8m0 packed, 3 tokens" in names
     assert "routing: route 256 experts by token, 3 tokens" in names
-    assert len({proof.function for proof in report.proofs}) == 8
+    assert len({proof.function for proof in report.proofs}) == 12
     assert report.seconds >= sum(call.seconds for call in report.calls)
     if device == "cpu":
         assert {proof.state for proof in report.proofs} == {"not usable"}
