@@ -27,12 +27,14 @@ from dsv4.reference import hyper_connections as reference
 from dsv4.types import Boundary
 
 Build = Callable[[Spec, torch.device], Call]
+WIDE = 1280  # more than one split of the sum, and no power of two
 ONE_OF_THEM = 2 * stream_inputs.SATURATED  # the logit of the stream that is read, minus it that of the others
 
 
 def draws(classes: Sequence[str], **more: st.SearchStrategy[Any]) -> st.SearchStrategy[Spec]:
-    """Rows of some of these classes."""
-    return strategies.specs(rows=strategies.rows(130), classes=strategies.some_of(classes), **more, seed=strategies.seeds())
+    """Rows of some of these classes, at most 130 unless `more` says otherwise."""
+    more = {"rows": strategies.rows(130), **more}
+    return strategies.specs(classes=strategies.some_of(classes), **more, seed=strategies.seeds())
 
 
 def _one(seed: int) -> Tensor:
@@ -65,15 +67,15 @@ def _lattice(*, carried: bool, **options: Any) -> Build:
     return build
 
 
-def _drawn(*, carried: bool, **options: Any) -> Build:
+def _drawn(*, carried: bool, hidden: int = HIDDEN, **options: Any) -> Build:
     def build(spec: Spec, device: torch.device) -> Call:
         rows, seed, classes = spec["rows"], spec["seed"], spec["classes"]
-        y = stream_inputs.streams(classes, rows, 1, HIDDEN, seed ^ 1)[:, 0]
-        x = stream_inputs.streams(classes, rows, STREAMS, HIDDEN, seed)
+        y = stream_inputs.streams(classes, rows, 1, hidden, seed ^ 1)[:, 0]
+        x = stream_inputs.streams(classes, rows, STREAMS, hidden, seed)
         post, comb = stream_inputs.weights(classes, rows, STREAMS, seed ^ 2), stream_inputs.combs(classes, rows, STREAMS, seed)
-        fn = stream_inputs.projection(STREAMS, HIDDEN, MIXES, seed ^ 3)
+        fn = stream_inputs.projection(STREAMS, hidden, MIXES, seed ^ 3)
         scale, base = stream_inputs.scale_and_base(STREAMS, seed)
-        weight = stream_inputs.normal((HIDDEN,), seed ^ 4).bfloat16()
+        weight = stream_inputs.normal((hidden,), seed ^ 4).bfloat16()
         more = dict(options)
         if carried:
             more["carried_pre"] = stream_inputs.weights(classes, rows, STREAMS, seed ^ 5)
@@ -132,6 +134,12 @@ def _domains() -> tuple[Domain, ...]:
         Domain("lattice_swizzled", tiles, lattice, why="V4.1, mxfp8"),
         Domain("v4", _drawn(carried=False, **v4), drawn, why="finite bf16, the new pre"),
         Domain("v41", _drawn(carried=True, **v41, **mxfp8), drawn, why="finite bf16, the carried pre, mxfp8"),
+        Domain(
+            "wide",
+            _drawn(carried=False, hidden=WIDE, **v4),
+            draws(stream_inputs.MODERATE, rows=strategies.rows(9)),
+            why="sums in many parts",
+        ),
         Domain("tf32", _drawn(carried=True, **mixed, precision="tf32"), drawn, why="the upper bits of fn"),
     )
 
@@ -143,9 +151,9 @@ def boundary() -> Contract:
     rows = (
         Output("streams", Level.E2, "as expand"),
         *(Output(name, Level.E1, lattice, exact) for name in mixed),
-        *(Output(name, Level.E3, fp32, ("v4", "v41", "tf32"), bound=_mix_bound(name)) for name in mixed),
+        *(Output(name, Level.E3, fp32, ("v4", "v41", "tf32", "wide"), bound=_mix_bound(name)) for name in mixed),
         Output("normed", Level.E1, lattice, exact),
-        Output("normed", Level.E3, fp32, ("v4", "tf32"), bound=_normed_bound),
+        Output("normed", Level.E3, fp32, ("v4", "tf32", "wide"), bound=_normed_bound),
         Output("scales", Level.E1, lattice, ("lattice_packed",), view=whole_columns, strides=True),
         Output("scales", Level.E1, lattice, ("lattice_swizzled",), view=flat),
     )

@@ -21,7 +21,7 @@ from dsv4.parity.strategies import generator
 from dsv4.reference import kv_cache
 
 SLOT_KINDS = ("fresh", "absent", "repeated")
-FLOORS = ("official", "flashmla", "none", "sglang")
+FLOORS = ("official", "flashmla", "none", "sglang", "sglang_packer", "flashinfer")
 FAR = 2**31  # a page begins below this byte of its memory and ends above it
 INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 Build = Callable[[Spec, torch.device], Call]

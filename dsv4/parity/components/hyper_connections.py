@@ -76,6 +76,7 @@ def _mix_statistics() -> Contract:
     model = [[STREAMS, HIDDEN, MIXES, V4, "exact"]]
     forms: list[list[Any]] = [[1, 40, 3, V4, "exact"], [2, 7, 8, V4, "tf32"], [8, 96, 80, V4, "tf32_compensated"]]
     forms += [[4, 1100, 24, V41, "exact"], [4, HIDDEN, 4, V4, "exact"]]
+    forms += [[4, 256, 24, V41, "tf32"], [4, 512, 24, V4, "tf32_compensated"]]  # multiples of 1024, as DeepGEMM takes them
     drawn, others = (draws(stream_inputs.MODERATE, form=st.sampled_from(listed)) for listed in (model, forms))
     return Contract(
         "hyper_connections",
