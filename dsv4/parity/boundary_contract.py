@@ -125,7 +125,9 @@ def _domains() -> tuple[Domain, ...]:
         rows=strategies.rows(130), power=st.integers(-9, 20), permuted=st.sampled_from([1, 0]), seed=strategies.seeds()
     )
     drawn = draws(stream_inputs.MODERATE)
-    v4, v41, mxfp8 = {"norm_eps": V4, "rms_eps": V4}, {"norm_eps": V41, "rms_eps": V41}, {"output": "mxfp8"}
+    v4: dict[str, Any] = {"norm_eps": V4, "rms_eps": V4}
+    v41: dict[str, Any] = {"norm_eps": V41, "rms_eps": V41}
+    mxfp8: dict[str, Any] = {"output": "mxfp8"}
     mixed = {"norm_eps": V41, "rms_eps": V4}  # so that neither passes for the other
     tiles = _lattice(carried=True, **mxfp8, scale_layout="128x4")
     return (
