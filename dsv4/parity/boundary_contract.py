@@ -128,7 +128,7 @@ def _domains() -> tuple[Domain, ...]:
     v4: dict[str, Any] = {"norm_eps": V4, "rms_eps": V4}
     v41: dict[str, Any] = {"norm_eps": V41, "rms_eps": V41}
     mxfp8: dict[str, Any] = {"output": "mxfp8"}
-    mixed = {"norm_eps": V41, "rms_eps": V4}  # so that neither passes for the other
+    mixed: dict[str, Any] = {"norm_eps": V41, "rms_eps": V4}  # so that neither passes for the other
     tiles = _lattice(carried=True, **mxfp8, scale_layout="128x4")
     return (
         Domain("lattice", _lattice(carried=True), lattice, why="V4.1, bf16"),
