@@ -38,6 +38,8 @@ def tensor(name: str, value: object, dtypes: str | Sequence[str], shape: Sequenc
     allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
     if not isinstance(value, Tensor):
         raise ArgumentError(name, type(value).__name__, f"must be a tensor of {_either(allowed)}")
+    if value.layout is not torch.strided:
+        raise ArgumentError(name, f"a tensor of layout {value.layout}", "must be a dense tensor", "Use to_dense()")
     have = value.dtype
     for dtype in allowed:
         if DTYPES[dtype] is have:

@@ -48,7 +48,7 @@ def rope_frequencies(base: float, dims: int = 64, *, yarn: YarnScaling | None = 
     checks.multiple("dims", dims, 2)
     if base == 1:
         raise ArgumentError("base", repr(base), "must be above 1")
-    exponents = (torch.arange(0, dims, 2, dtype=torch.float64) / dims).to(torch.float32)
+    exponents = (torch.arange(0, dims, 2, dtype=torch.float64, device="cpu") / dims).to(torch.float32)
     frequencies = (1 / (base ** exponents.to(torch.float64)).to(torch.float32).to(torch.float64)).to(torch.float32)
     if yarn is not None:
         ramp = _ramp(base, dims, yarn)
@@ -64,7 +64,7 @@ def _ramp(base: float, dims: int, yarn: YarnScaling) -> Tensor:
         return dims * math.log(yarn.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = max(math.floor(pair(yarn.beta_fast)), 0), min(math.ceil(pair(yarn.beta_slow)), dims - 1)
-    return ((torch.arange(dims // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return ((torch.arange(dims // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
 
 
 def rope_table(frequencies: Tensor, positions: int) -> Tensor:
@@ -82,6 +82,6 @@ def rope_table(frequencies: Tensor, positions: int) -> Tensor:
     """
     checks.tensor("frequencies", frequencies, "fp32", ("pairs",))
     checks.at_least("positions", positions, 1)
-    places = torch.arange(positions, dtype=torch.float64)[:, None]
+    places = torch.arange(positions, dtype=torch.float64, device="cpu")[:, None]
     angles = (places * frequencies.detach().to("cpu", torch.float64)).to(torch.float32).to(torch.float64)  # [positions, pairs]
     return torch.cat([angles.cos(), angles.sin()], 1).to(torch.float32).to(frequencies.device)

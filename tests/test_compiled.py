@@ -1,5 +1,7 @@
 """Compiled bodies: the short way past Dynamo is taken where it gives the same bytes, and nowhere else."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -96,6 +98,28 @@ def test_a_body_that_writes_to_its_inputs_keeps_the_whole_way() -> None:
         assert torch.equal(run_compiled(written, x), torch.full((rows, 2), 2.0))
         assert torch.equal(x, torch.ones(rows, 2))
     assert graph_of(written, x)._inner is None
+
+
+class Named(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def named(x: Tensor) -> Named:
+    return Named(x + 1, x + 2)
+
+
+def test_a_named_result_keeps_its_names() -> None:
+    for rows in (3, 4):
+        assert run_compiled(named, torch.zeros(rows)).y.sum() == 2 * rows
+
+
+def test_a_first_call_that_dynamo_stands_aside_for_settles_nothing() -> None:
+    x = torch.arange(4.0)
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(run_compiled(more, x), x + 1)
+    assert torch.equal(run_compiled(more, x), x + 1)
+    assert graph_of(more, x)._inner is not None
 
 
 def test_an_option_that_a_body_does_not_name_is_refused() -> None:

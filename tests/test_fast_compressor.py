@@ -467,3 +467,16 @@ def test_every_way_keeps_what_may_be_demanded():
 def test_signatures_equal_the_reference(name):
     ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (fast, reference))
     assert [p for key, p in ours.items() if key != "impl"] == list(theirs.values())
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_offsets_that_point_nowhere(backend: str, ratio: int) -> None:
+    """An idle request's offsets are not followed, and no tokens are no tokens whatever the offsets say."""
+    ring = 0 if ratio == 1 else ratio
+    for tokens, offsets in ((1, [100, 101]), (0, [0, 1]), (3, [-5, -2]), (3, [1, 9])):
+        values, state = torch.randn(tokens, 2), torch.zeros(1, ring, 4)
+        starts, cu_seqlens = torch.tensor([0]), torch.tensor(offsets, dtype=torch.int32)
+        expected = reference.compress(values, values, state, starts, cu_seqlens, ratio=ratio)
+        actual = fast.compress(values, values, state.clone(), starts, cu_seqlens, ratio=ratio, impl=backend)
+        assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))

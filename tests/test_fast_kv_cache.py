@@ -405,3 +405,11 @@ def test_signatures_equal_the_reference(name):
     ours, theirs = (inspect.signature(getattr(side, name)).parameters for side in (fast, reference))
     assert [parameter for key, parameter in ours.items() if key != "impl"] == list(theirs.values())
     assert set(fast.__all__) == set(reference.__all__)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_records_that_lie_in_the_pages_are_read_before_they_are_written(backend: str) -> None:
+    pages = torch.randint(0, 256, (2, 4 * 528), dtype=torch.uint8)
+    slots, at = torch.tensor([3, 2, 1, 0]), {"layout": "v41_inline", "page_size": 4}
+    expected = reference.store_kv(pages.view(-1).view(8, 528)[:4], pages, slots, **at)
+    assert torch.equal(fast.store_kv(pages.view(-1).view(8, 528)[:4], pages, slots, **at, impl=backend), expected)

@@ -115,6 +115,8 @@ def test_what_nothing_explains():
     mixed[1, 0] ^= 0x11
     shares = found(mixed, kv, "v41")
     assert shares == {"floor scales": 1.0}  # byte 0 of page 1 is slot 4, which nobody asked for
+    with pytest.raises(ArgumentError, match="slots: got shape"):
+        detect_layout_mismatch(pages, SLOTS[None], kv, layout="v41", page_size=SIZE)
     with pytest.raises(ArgumentError, match="kv: got shape"):
         detect_layout_mismatch(pages, SLOTS, kv[:3], layout="v41", page_size=SIZE)
 

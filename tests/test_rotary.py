@@ -202,3 +202,10 @@ def test_errors(x, wrong, places, message):
         rotary.apply_rope(x, tables, places)
     with pytest.raises(ArgumentError, match=message):
         rotary.norm_rope(x, tables, places, eps=1e-6)
+
+
+def test_tables_do_not_depend_on_the_default_device():
+    plain = rotary.rope_table(rotary.rope_frequencies(160000.0, yarn=V4_FLASH.rope_scaling), 5)
+    with torch.device("meta"):
+        again = rotary.rope_table(rotary.rope_frequencies(160000.0, yarn=V4_FLASH.rope_scaling, device="cpu"), 5)
+    assert torch.equal(plain, again)

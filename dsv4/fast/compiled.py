@@ -108,8 +108,8 @@ class Graph:
         versions = [tensor._version for tensor in marked]
         with _inner_calls() as calls:
             result = self._whole(*marked)
-        self._settled = True
-        if len(calls) == 1 and [tensor._version for tensor in marked] == versions:
+        self._settled = len(calls) == 1  # Dynamo may be told to stand aside for a while
+        if self._settled and [tensor._version for tensor in marked] == versions:
             self._shorten(marked, result, *calls[0])
         return result
 
@@ -127,8 +127,9 @@ class Graph:
         known = {source: _index(tensors, given) for source, given in zip(self._sources, inputs, strict=True) if isinstance(given, Tensor)}
         self._places = [(known[s], None) if s in known else _property(s, known) for s in self._sources]
         self._single = isinstance(result, Tensor)
-        expected = [result] if self._single else list(result)
-        if any(i < 0 for i, _ in self._places) or not all(isinstance(part, Tensor) for part in expected):
+        expected: list[Any] = [result] if self._single else list(result)
+        plain = self._single or type(result) is tuple  # another kind of tuple would not come back
+        if not plain or any(i < 0 for i, _ in self._places) or not all(isinstance(part, Tensor) for part in expected):
             return
         again = list(inner(self._arguments(tensors)))
         if len(again) == len(expected) and all(map(_same, again, expected)):

@@ -65,7 +65,7 @@ def window(of: Spans, requests: Tensor, entries: Tensor, ratio: int, overlap: bo
     position = (entries * ratio)[:, None] + torch.arange(-ratio if overlap else 0, ratio, device=entries.device)
     fresh = position + (of.begins[request][:, None] - start)
     if ring is None:
-        return fresh
+        return torch.where(position >= 0, fresh, ABSENT)
     kept = -1 - of.states[request][:, None] * ring - position % ring
     return torch.where(position >= 0, torch.where(position >= start, fresh, kept), ABSENT)
 

@@ -96,7 +96,7 @@ def _step(
     """Requests, entries and rows of the plan, records of those that were computed, if any were; and the state with these tokens."""
     (tokens, width), requests, (states, ring, _) = values.shape, len(starts), state.shape
     rows = _rows(tokens, ratio, requests)
-    entries, writes = _most(starts, cu_seqlens, ratio, tokens, rows, ring) if requests and states else (0, 0)
+    entries, writes = _most(starts, cu_seqlens, ratio, tokens, rows, ring) if tokens and requests and states else (0, 0)
     if given["state_rows"] is None:
         given["state_rows"] = torch.arange(requests, dtype=torch.int32, device=starts.device)
     flat = state.flatten(0, 1) if ring and states else state.new_zeros(1, state.shape[2])
@@ -122,7 +122,7 @@ def _most(starts: Tensor, cu_seqlens: Tensor, ratio: int, tokens: int, rows: int
     """Upper bounds of how many entries there are and how many tokens go into rings: close where counting them waits for nothing."""
     kept = len(starts) * ring
     if starts.device.type != "cpu":
-        return rows, min(tokens, kept)
+        return rows, kept
     lengths = cu_seqlens.diff().clamp_(min=0)
     done = (starts + lengths) // ratio - starts // ratio
     return min(int(done.clamp_(min=0).sum()), rows), min(int(lengths.sum()), kept)  # offsets out of order name a token twice

@@ -38,7 +38,7 @@ def _quantize(run: Run, kv: Tensor, layout: str, amax_floor: str) -> Tensor:
 
 
 def _store(run: Run, kv: Tensor, pages: Tensor, slots: Tensor, layout: str, page_size: int, amax_floor: str) -> None:
-    records = kv if kv.dtype == torch.uint8 else _quantize(run, kv, layout, amax_floor)
+    records = _apart(kv, pages) if kv.dtype == torch.uint8 else _quantize(run, kv, layout, amax_floor)
     bodies.put(records, pages, slots, KV_LAYOUTS[layout], page_size)
 
 
@@ -100,7 +100,12 @@ def _triton_quantize(kv: Tensor, layout: str, amax_floor: str) -> Tensor:
 
 def _triton_store(kv: Tensor, pages: Tensor, slots: Tensor, layout: str, page_size: int, amax_floor: str) -> None:
     if kv.shape[0] and pages.shape[0]:
-        _kernel("store")(kv, pages, slots, KV_LAYOUTS[layout], page_size, amax_floor)
+        _kernel("store")(_apart(kv, pages), pages, slots, KV_LAYOUTS[layout], page_size, amax_floor)
+
+
+def _apart(rows: Tensor, pages: Tensor) -> Tensor:
+    """Rows that no store into the pages changes: a copy of those that lie in the same memory."""
+    return rows.clone() if rows.untyped_storage().data_ptr() == pages.untyped_storage().data_ptr() else rows
 
 
 def _triton_load(pages: Tensor, slots: Tensor, layout: str, page_size: int) -> Tensor:

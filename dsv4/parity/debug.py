@@ -56,6 +56,7 @@ def detect_layout_mismatch(pages: Tensor, slots: Tensor, kv: Tensor, *, layout: 
     Raises:
         ArgumentError: wrong dtypes, shapes or strides, pages too short, an unknown layout.
     """
+    checks.tensor("slots", slots, ("int64", "int32"), ("rows",))
     chosen = kv_checks.load(pages, slots, layout, page_size)
     checks.tensor("kv", kv, "bf16", (slots.numel(), chosen.dims))
     capacity = pages.shape[0] * page_size

@@ -228,10 +228,10 @@ def _rows_to_store(slots: Tensor, capacity: int) -> Tensor:
 def _places(slots: Tensor, layout: KVLayout, page_size: int) -> tuple[Tensor, Tensor]:
     """Where records lie, by (3) and (4): their pages int64 [slots, 1], and their bytes in the page int64 [slots, token_bytes]."""
     page, slot = slots.long() // page_size, slots.long() % page_size
-    first, second = torch.arange(layout.data_bytes), torch.arange(layout.scale_bytes)
-    data = layout.data_offset(1, page_size) * slot[:, None] + first.to(slots.device)
+    first, second = (torch.arange(size, device=slots.device) for size in (layout.data_bytes, layout.scale_bytes))
+    data = layout.data_offset(1, page_size) * slot[:, None] + first
     step = layout.scale_offset(1, page_size) - layout.scale_offset(0, page_size)
-    scales = layout.scale_offset(0, page_size) + step * slot[:, None] + second.to(slots.device)
+    scales = layout.scale_offset(0, page_size) + step * slot[:, None] + second
     return page[:, None], torch.cat([data, scales], 1)
 
 

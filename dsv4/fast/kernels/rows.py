@@ -97,7 +97,7 @@ def rotate_pairs(even, odd, cosines, sines, INVERSE: tl.constexpr):
     first, second = even.to(tl.float64), odd.to(tl.float64)
     along, across = cosines.to(tl.float64), sines.to(tl.float64)
     if INVERSE:
-        across = -across
+        across *= -1.0  # a unary minus is 0 - x to Triton, and loses the sign of a zero
     return to_bf16(first * along - second * across), to_bf16(first * across + second * along)
 
 
