@@ -136,7 +136,6 @@ def test_apply_rope(shape, dtype, inverse):
 
 
 @kernel
-@kernel
 def test_rotating_back_keeps_the_sign_of_a_zero():
     x = torch.tensor([[-0.0, -1.0], [0.0, 1.0], [-0.0, -0.0]]).bfloat16().to(DEVICE)
     table, at = rotary.rope_table(rotary.rope_frequencies(1e4, 2), 1).to(DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
@@ -144,6 +143,7 @@ def test_rotating_back_keeps_the_sign_of_a_zero():
         same(fast_rotary.apply_rope(x, table, at, inverse=inverse, impl="triton"), rotary.apply_rope(x, table, at, inverse=inverse))
 
 
+@kernel
 @pytest.mark.parametrize("dims", [2, 6, 24])
 def test_other_widths_of_a_table(dims):
     table = rotary.rope_table(rotary.rope_frequencies(1e4, dims), 70).to(DEVICE)
