@@ -50,13 +50,13 @@ def permits_row_bytes(call: Call, expected: Tensor, actual: Tensor) -> Tensor:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return torch.zeros(expected.shape, dtype=torch.bool, device=expected.device)
     layout, size = KV_LAYOUTS[call["layout"]], call["page_size"]
-    slots = call[5]
+    slots, floor = call[5], call.kwargs.get("amax_floor", "official")
     there = (slots >= 0) & (slots < expected.shape[0] * size)
     exact, error = _rows(call)
     places = byte_places(slots[there], layout, size, expected.shape[1])
     allowed = (expected == actual).reshape(-1)
     records = actual.reshape(-1)[places]
-    return allowed.index_put((places,), _allowed(records, exact[there], error[there], layout, allowed[places])).view(expected.shape)
+    return allowed.index_put((places,), _allowed(records, exact[there], error[there], layout, floor, allowed[places])).view(expected.shape)
 
 
 def _rows(call: Call) -> tuple[Tensor, Tensor]:
@@ -78,13 +78,13 @@ def _rows(call: Call) -> tuple[Tensor, Tensor]:
     return exact, torch.cat([error[:, :-rotated], turned], 1) * present[:, None]
 
 
-def _allowed(records: Tensor, exact: Tensor, error: Tensor, layout: KVLayout, same: Tensor) -> Tensor:
+def _allowed(records: Tensor, exact: Tensor, error: Tensor, layout: KVLayout, floor: str, same: Tensor) -> Tensor:
     """For each byte of each record."""
     width, data, groups = code_bytes(layout), layout.data_bytes, layout.groups
     codes, rest, scales = records[:, :width], records[:, width:data], records[:, data : data + groups]
     quantised = layout.quantised
     y, e = exact[:, :quantised].unflatten(1, (-1, layout.group)), error[:, :quantised].unflatten(1, (-1, layout.group))
-    factors, allowed_scales = _scales(scales, y, e, layout)
+    factors, allowed_scales = _scales(scales, y, e, layout, AMAX_FLOORS[floor].least_byte_fp8 or 0)
     numbers = (decode_e2m1(unpack_fp4(codes)) if layout.numbers == "e2m1" else decode_e4m3(codes)).double().view(y.shape)
     steps = _half_step((y.abs() + e) / factors, layout) * factors
     near = ((numbers * factors - y).abs() <= e + steps).flatten(1)
@@ -95,23 +95,23 @@ def _allowed(records: Tensor, exact: Tensor, error: Tensor, layout: KVLayout, sa
     return torch.cat([near, bf16_near.repeat_interleave(2, 1), allowed_scales, same[:, data + groups :]], 1)
 
 
-def _scales(scales: Tensor, y: Tensor, e: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor]:
+def _scales(scales: Tensor, y: Tensor, e: Tensor, layout: KVLayout, least: int) -> tuple[Tensor, Tensor]:
     """The factor of each group, fp64 [rows, groups, 1], and whether its byte is allowed."""
     low, high = (y.abs() - e).amax(-1).clamp(min=0), (y.abs() + e).amax(-1)
     if layout.scale == "unit":
         return torch.ones_like(low)[..., None], scales == scales
     if layout.scale == "ue8m0":
         factors = decode_e8m0(scales).double()
-        return factors[..., None], (_least_byte(low) <= scales) & (scales <= _least_byte(high))
+        return factors[..., None], (_least_byte(low, least) <= scales) & (scales <= _least_byte(high, least))
     factors = decode_e4m3(scales).double()
-    least, most = (decode_e4m3(encode_e4m3((a.clamp(min=FP4_E4M3_AMAX_FLOOR) / E2M1.max).float())).double() for a in (low, high))
-    return factors[..., None], (least <= factors) & (factors <= most)
+    smallest, largest = (decode_e4m3(encode_e4m3((a.clamp(min=FP4_E4M3_AMAX_FLOOR) / E2M1.max).float())).double() for a in (low, high))
+    return factors[..., None], (smallest <= factors) & (factors <= largest)
 
 
-def _least_byte(amax: Tensor) -> Tensor:
-    """The least power of two times 448 that reaches amax, with the official floor."""
-    mantissa, exponent = torch.frexp(amax.clamp(min=AMAX_FLOORS["official"].value) / E4M3.max)
-    return exponent - (mantissa == 0.5).int() + E8M0.bias
+def _least_byte(amax: Tensor, least: int) -> Tensor:
+    """The least power of two times 448 that reaches amax, as a byte of at least the floor's."""
+    mantissa, exponent = torch.frexp(amax.clamp(min=E8M0.min_normal) / E4M3.max)
+    return (exponent - (mantissa == 0.5).int() + E8M0.bias).clamp(min=least)
 
 
 def _half_step(quotients: Tensor, layout: KVLayout) -> Tensor:
