@@ -27,10 +27,9 @@ from dsv4.parity.levels import Level
 from dsv4.parity.trial import compare_output_bytes
 from dsv4.types import ArgumentError
 
-COMPONENTS = (
+COMPONENTS = (  # each a module of this package
     "codecs", "compressor", "eplb", "hyper_connections", "kv_cache", "norms", "quantization", "rotary", "routing", "scales",
 )  # fmt: skip
-"""Each a module of this package."""
 LIBRARIES = ("deepgemm", "flashinfer", "flashmla")
 
 

@@ -1,5 +1,6 @@
 """Compiled bodies: the short way past Dynamo is taken where it gives the same bytes, and nowhere else."""
 
+import threading
 from typing import NamedTuple
 
 import pytest
@@ -161,3 +162,23 @@ def test_serving_functions_go_the_short_way(monkeypatch: pytest.MonkeyPatch) -> 
         routing.route(torch.randn(3, 16), 2, scale=1.0, bias=torch.zeros(16))
     assert len(used) == 3
     assert all(graph._inner is not None for graph in used)
+
+
+def test_threads_that_compile_at_once_leave_nothing_behind() -> None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    plain, waits = CompiledFxGraph.__call__, threading.Event()
+
+    def other() -> None:
+        waiting = compiled._inner_calls()
+        waits.set()
+        with waiting:
+            pass
+
+    thread = threading.Thread(target=other)
+    with compiled._inner_calls():
+        thread.start()
+        waits.wait()
+        thread.join(0.3)  # until it waits for this block to end
+    thread.join()
+    assert CompiledFxGraph.__call__ is plain

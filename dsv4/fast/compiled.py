@@ -148,14 +148,15 @@ def _inner_calls() -> Iterator[list[tuple[Inner, list[Any]]]]:
     from torch._inductor.output_code import CompiledFxGraph
 
     calls: list[tuple[Inner, list[Any]]] = []
-    thread, plain = get_ident(), CompiledFxGraph.__call__
+    thread = get_ident()
+    with _lock:  # another thread's note is taken away before this one is put there
+        plain = CompiledFxGraph.__call__
 
-    def noted(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
-        if get_ident() == thread:
-            calls.append((graph, list(inputs)))
-        return plain(graph, inputs)
+        def noted(graph: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+            if get_ident() == thread:
+                calls.append((graph, list(inputs)))
+            return plain(graph, inputs)
 
-    with _lock:
         CompiledFxGraph.__call__ = noted  # type: ignore[method-assign, assignment]
         try:
             yield calls
