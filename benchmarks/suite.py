@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -149,13 +150,22 @@ def _unfit(case: Case, run: Callable[[Tensor], Any], expected: Any) -> str | Non
         return f"raised {_in_a_line(error)}"
     contract = contracts.find(case.function)
     wanted, got = _named(contract, expected), _named(contract, actual)
+    call = Call(case.args, {**_defaults(contract), **case.options})
     if wanted.keys() != got.keys():
         return f"fails parity: returns {', '.join(got)}, not {', '.join(wanted)}"
     for name in wanted:
-        comparison = _compare(contract, _row(contract, name, wanted[name]), Call(case.args, dict(case.options)), wanted, got)
-        if not comparison.ok:
+        row = _row(contract, name, wanted[name])
+        comparison = _compare(contract, row, call, wanted, got) if _claims(row, wanted[name]) else None
+        if comparison is not None and not comparison.ok:
             return f"fails parity: {name}: {comparison.reason}"
     return None
+
+
+def _defaults(contract: Contract) -> dict[str, Any]:
+    """What keywords are that a case does not give: bounds read them."""
+    reference = getattr(import_module(f"dsv4.reference.{contract.component}"), contract.function)
+    parameters = signature(reference).parameters.values()
+    return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is not one.empty}
 
 
 def _named(contract: Contract, result: Any) -> dict[str, Tensor]:
@@ -172,6 +182,11 @@ def _row(contract: Contract, name: str, expected: Tensor) -> Output:
     rows = [row for row in contract.outputs if row.name == name]
     fitting = [row for row in rows if _shows(row, expected)] or rows
     return min(fitting, key=lambda row: (bool(row.domains), row.bound is None and row.permits is None, row.level is Level.E1))
+
+
+def _claims(row: Output, expected: Tensor) -> bool:
+    """Whether a row says anything of arbitrary inputs, and of numbers of this type: the bound of a bf16 output is not one of its codes."""
+    return not (row.level is Level.E1 and row.domains) and (row.bound is None or expected.dtype.itemsize > 1)
 
 
 def _shows(row: Output, expected: Tensor) -> bool:

@@ -147,7 +147,7 @@ def expand_tile(y, streams, post, comb, result, C: tl.constexpr, PAIRS: tl.const
 
 def products(streams: Tensor, fn: Tensor, precision: str) -> tuple[Tensor, Tensor]:
     """fp32 [splits, tokens, mixes] and [splits, tokens] of streams [tokens, C, D] and fn [mixes, C D]; neither is empty."""
-    flat, weight = streams.contiguous(), fn.contiguous()
+    flat, weight = _aligned(streams), _aligned(fn)
     tokens, (mixes, width) = flat.shape[0], weight.shape
     tiles = triton.cdiv(width, DEPTH)
     steps = max(STEPS, triton.cdiv(tiles, SPLITS))
@@ -281,6 +281,13 @@ def _bytes(scales: Tensor, layout: str) -> Tensor:
     if layout == "packed":
         return scales.as_strided((scales.shape[1] * scales.stride(1),), (1,)).view(torch.uint8)
     return scales.view(torch.uint8)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, from an address that Triton reads in words of 16 bytes: how squares are spread over threads, and so the order of their
+    sum, follows from that."""
+    plain = tensor.contiguous()
+    return plain.clone() if plain.data_ptr() % 16 else plain
 
 
 def _or(value: Tensor | None, other: Tensor) -> Tensor:
