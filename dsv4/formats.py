@@ -204,3 +204,37 @@ KV_LAYOUTS: Final[dict[str, KVLayout]] = {
         KVLayout("uniform_fp8", 512, 512, 512, "e4m3", "unit", 512, 0, False, 512, "SGLang UNIFORM_FP8, TRT-LLM-gen"),
     )
 }
+
+KV_LAYOUT_PAIRS: Final = (  # layouts that one softmax may read together, besides a layout with itself: main, extra
+    ("v41", "v41_fp4"),
+    ("v41_inline", "v41_fp4_inline"),
+)
+
+
+@dataclass(frozen=True)
+class IndexLayout:
+    """How a page of index keys holds its entries, planar: the codes of all slots, then four bytes of scale a slot."""
+
+    name: str
+    bits: int  # of a code
+    group: int  # numbers a scale is of; 0: the whole key
+    scale: Literal["fp32", "ue8m0"]
+    source: str
+
+    def data_bytes(self, dim: int) -> int:
+        """Bytes of the codes of a key."""
+        return dim * self.bits // 8
+
+    def token_bytes(self, dim: int) -> int:
+        """Bytes of a key, its scale included."""
+        return self.data_bytes(dim) + INDEX_SCALE_BYTES
+
+
+INDEX_SCALE_BYTES: Final = 4
+INDEX_LAYOUTS: Final[dict[str, IndexLayout]] = {
+    layout.name: layout
+    for layout in (
+        IndexLayout("fp8", 8, 0, "fp32", "SGLang and DeepGEMM, 132 bytes a slot of 128 numbers; spec A 5.6"),
+        IndexLayout("fp4", 4, 32, "ue8m0", "SGLang and DeepGEMM, 68 bytes a slot of 128 numbers; spec A 5.6"),
+    )
+}

@@ -243,3 +243,55 @@ class BoundaryOutput(StrEnum):
 
     BF16 = "bf16"
     MXFP8 = "mxfp8"  # E4M3 codes in groups of 32 with UE8M0 scales, as a quantised linear layer takes them
+
+
+class IndexFormat(StrEnum):
+    """The numbers of index queries and keys."""
+
+    FP8 = "fp8"  # E4M3, one fp32 scale a key; a query's scale is multiplied into its weight
+    FP4 = "fp4"  # E2M1 in groups of 32 with UE8M0 scales, four of them in an int32 word
+
+
+class IndexOrder(StrEnum):
+    """In what order the picks of a row come; -1 stands behind all of them."""
+
+    ANY = "any"  # the set alone is promised
+    SCORE = "score"  # descending score, equal scores by ascending index
+    INDEX = "index"  # ascending index
+
+
+class LogitPrecision(StrEnum):
+    """Where index logits are rounded (spec A 10, row 15)."""
+
+    FP32 = "fp32"  # once, at the end
+    BF16 = "bf16"  # dot product, weighted head and sum, each to bf16: the official code
+
+
+class IndexQueries(NamedTuple):
+    """Index queries as a kernel of logits takes them."""
+
+    codes: Tensor  # E4M3 [tokens, heads, dim], or uint8 [tokens, heads, dim / 2]
+    scales: Tensor | None  # int32 [tokens, heads], four UE8M0 bytes, the first group lowest; None with E4M3
+    weights: Tensor  # fp32 or bf16 [tokens, heads]
+
+
+class IndexKeys(NamedTuple):
+    """Index keys: codes and their scales."""
+
+    codes: Tensor  # E4M3 [entries, dim], or uint8 [entries, dim / 2]
+    scales: Tensor  # fp32 [entries], or int32 [entries], four UE8M0 bytes, the first group lowest
+
+
+class PagedRows(NamedTuple):
+    """Keys and values of a cache: pages, and how to read them."""
+
+    pages: Tensor  # uint8 [pages, stride]
+    layout: str  # a name of `dsv4.formats.KV_LAYOUTS`
+    page_size: int  # slots of a page
+
+
+class AttentionResult(NamedTuple):
+    """What attention gives: natural logarithms without the sink, minus infinity (and zeros) where a row sees nothing."""
+
+    output: Tensor  # bf16 [tokens, heads, dim]
+    lse: Tensor  # fp32 [tokens, heads]
