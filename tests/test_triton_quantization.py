@@ -1,13 +1,20 @@
-"""Triton's quantisers without a GPU: in the interpreter, in a process of its own, against the reference; and compiled for SM80 and SM90."""
+"""Triton's quantisers without a GPU: in the interpreter, in a process of its own, against the reference; and compiled for SM80 and SM90.
+
+The instructions on pairs of bf16 are put into the interpreter by what PTX says of them, so that the kernels made of them run in it too.
+"""
 
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -36,7 +43,7 @@ def test_in_the_interpreter() -> None:
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
-    assert int(passed.group(1)) >= 18, ran.stdout[-400:]
+    assert int(passed.group(1)) >= 25, ran.stdout[-400:]
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +82,120 @@ def same(expected: Any, actual: Any) -> None:
             assert want.dtype == have.dtype
             want, have = (torch.where(value.isnan(), torch.nan, value).contiguous() for value in (want.float(), have.float()))
         assert torch.equal(memory(want), memory(have))
+
+
+def to_bf16(exact: np.ndarray) -> np.ndarray:
+    """fp64 as bits of bf16, rounded once, to nearest with ties to even; NaN is 0x7FFF."""
+    magnitude = np.abs(exact)
+    finite = np.isfinite(exact) & (magnitude > 0)
+    exponent = np.maximum(np.frexp(np.where(finite, magnitude, 1.0))[1] - 8, -133)
+    nearest = np.ldexp(np.rint(np.ldexp(np.where(finite, magnitude, 0.0), -exponent)), exponent)
+    with np.errstate(over="ignore"):
+        bits = np.where(finite, nearest, magnitude).astype(np.float32).view(np.int32) >> 16
+    bits = np.where(np.isnan(exact), 0x7FFF, bits) | np.where(np.signbit(exact) & ~np.isnan(exact), 0x8000, 0)
+    return bits.astype(np.int64)
+
+
+def of_bf16(bits: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return (bits.astype(np.int64) << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def on_halves(function: Any, *words: np.ndarray) -> np.ndarray:
+    """An instruction on pairs, by what it does to fp64 numbers that are bf16: fp64 holds each sum and product of these tests."""
+    halves = [to_bf16(function(*(of_bf16(word >> shift & 0xFFFF) for word in words))) for shift in (0, 16)]
+    joined: np.ndarray = (halves[0] | halves[1] << 16).astype(np.uint32).view(np.int32)
+    return joined
+
+
+def permuted(a: np.ndarray, b: np.ndarray, select: np.ndarray) -> np.ndarray:
+    """prmt.b32."""
+    both = a.astype(np.int64) & 0xFFFFFFFF | (b.astype(np.int64) & 0xFFFFFFFF) << 32
+    result = np.zeros_like(both)
+    for place in range(4):
+        nibble = select.astype(np.int64) >> 4 * place & 15
+        byte = both >> 8 * (nibble & 7) & 0xFF
+        result |= np.where(nibble & 8, (byte >> 7) * 0xFF, byte) << 8 * place
+    permuted_bytes: np.ndarray = result.astype(np.uint32).view(np.int32)
+    return permuted_bytes
+
+
+def by_magnitude(choose: Any) -> Any:
+    return lambda a, b: choose(np.abs(a), np.abs(b)) * np.where(np.signbit(a) ^ np.signbit(b), -1.0, 1.0)
+
+
+def added(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        exact: np.ndarray = a * b + c
+    return exact
+
+
+INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
+    "fma.rn.bf16x2": partial(on_halves, added),
+    "abs.bf16x2": partial(on_halves, np.abs),
+    "min.bf16x2": partial(on_halves, np.fmin),
+    "max.bf16x2": partial(on_halves, np.fmax),
+    "min.xorsign.abs.bf16x2": partial(on_halves, by_magnitude(np.fmin)),
+    "max.NaN.xorsign.abs.bf16x2": partial(on_halves, by_magnitude(np.maximum)),
+    "cvt.rn.bf16x2.f32": lambda x: (to_bf16(x.astype(np.float64)) * 0x10001).astype(np.uint32).view(np.int32),
+    "rcp.approx.ftz.f32": lambda x: (1 / x.astype(np.float64) * (1 + 2.0**-22)).astype(np.float32),  # as far off as it may be
+    "prmt.b32": permuted,
+    "mov.b32": lambda low, high: low.view(np.uint16).astype(np.int32) | high.view(np.uint16).astype(np.int32) << 16,
+}
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of pairs run wherever they would on a device that has their instructions."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def execute(_: Any, text: str, constraints: str, arguments: list[Any], types: list[Any], *rest: Any) -> Any:
+        result = INSTRUCTIONS[text.partition(" ")[0]](*(argument.data for argument in arguments))
+        return SimpleNamespace(get_result=lambda _: TensorHandle(result, types[0].scalar if hasattr(types[0], "scalar") else types[0]))
+
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", execute)
+    for module in (quantize_groups, dequantize):
+        monkeypatch.setattr(module, "takes_pairs", lambda *_: True)
+
+
+@interpreted
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize(("rows", "n", "group"), [(7, 96, 32), (5, 96, 32), (5, 384, 16), (33, 48, 16), (1, 512, 512), (3, 512, 512)])
+def test_pairs(rows: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_groups, "WORD_TILES", dict.fromkeys(quantize_groups.WORD_TILES, (1024, 4)))
+    monkeypatch.setattr(dequantize, "WORD_TILE", (1024, 4))
+    x = mixed(rows, 2 * n, torch.bfloat16)[:, n:] if rows == 5 else mixed(rows, n, torch.bfloat16)
+    for ties, sign in product(("even", "toward_zero"), ("kept", "cleared")):
+        options = {"ties": ties, "zero_sign": sign}
+        for floor in ("official_fp4", "none", "flashmla") if ties == "even" else ("official_fp4",):
+            expected = reference.quantize_mxfp4(x, group, amax_floor=floor, **options)
+            same(expected, kernel("quantize_mxfp4", x, group, floor, ties, sign))
+            numbers = reference.fake_quantize(x, group, format="mxfp4", amax_floor=floor, **options)
+            same(numbers, kernel("fake_quantize", x, group, "mxfp4", floor, ties, sign, "divide"))
+        same(reference.quantize_fp4_e4m3(x, group, **options), kernel("quantize_fp4_e4m3", x, group, "divide", ties, sign))
+        numbers = reference.fake_quantize(x, group, format="fp4_e4m3", **options)
+        same(numbers, kernel("fake_quantize", x, group, "fp4_e4m3", "", ties, sign, "divide"))
+    for scale, quantize in (("ue8m0", reference.quantize_mxfp4), ("e4m3", reference.quantize_fp4_e4m3)):
+        codes, scales = quantize(x, group)
+        numbers = reference.dequantize(codes, scales, group)
+        same(numbers, kernel("dequantize", codes, scales.view(torch.uint8), 1, group, "e2m1", scale, "rows", "bfloat16"))
+
+
+@interpreted
+@pytest.mark.usefixtures("pairs")
+def test_pairs_of_every_code_and_every_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_groups, "WORD_TILES", dict.fromkeys(quantize_groups.WORD_TILES, (65536, 4)))
+    monkeypatch.setattr(dequantize, "WORD_TILE", (65536, 4))
+    byte = torch.arange(256).to(torch.uint8)
+    for scale, dtype in (("ue8m0", torch.float8_e8m0fnu), ("e4m3", torch.float8_e4m3fn)):
+        codes = byte.repeat(256, 1)
+        expected = reference.dequantize(codes, byte[:, None].view(dtype), 512)
+        same(expected, kernel("dequantize", codes, byte[:, None], 1, 512, "e2m1", scale, "rows", "bfloat16"))
+    every = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
+    groups = torch.cat((every.view(-1, 8), torch.full((8192, 8), 6.0, dtype=torch.bfloat16)), 1)
+    for ties in ("even", "toward_zero"):
+        same(reference.quantize_mxfp4(groups, 16, ties=ties), kernel("quantize_mxfp4", groups, 16, "official_fp4", ties, "kept"))
+        same(reference.quantize_fp4_e4m3(groups, 16, ties=ties), kernel("quantize_fp4_e4m3", groups, 16, "divide", ties, "kept"))
 
 
 @interpreted
@@ -172,7 +293,8 @@ def ptx(function: Any, capability: int, pointers: dict[str, str], constants: dic
     types = pointers | numbers
     signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in function.arg_names}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature, places)
+    aligned: Any = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(function, signature, places, aligned)
     return str(triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False}).asm["ptx"])
 
 
@@ -183,11 +305,9 @@ def test_kernels_compile_and_leave_e4m3_alone_where_there_is_none(capability: in
     scaling = {"KIND": "fp8", "DIVIDE": False, "ON_SCALE": False, "ZEROES": False, "NATIVE": native}
     tile = {"ROWS": 16, "GROUPS": 4, "GROUP": 128}
     groups = scaling | tile | {"TIES": "even", "ZERO_SIGN": "kept", "LAYOUT": "packed", "FAKE": False}
-    four = groups | {"KIND": "mxfp4"}
     blocks = scaling | {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCKS": 1, "CHUNK_N": 128}
     decode = tile | {"GROUP_ROWS": 1, "NUMBERS": "e4m3", "SCALE": "ue8m0", "LAYOUT": "rows", "NATIVE": native}
     tensors = {"x": "*bf16", "result": "*u8", "scales": "*u8"}
-    assert ("f16x2" in ptx(quantize_groups.quantize_tile, capability, tensors, four, {"floor": "fp32"})) == native
     for text in (
         ptx(quantize_groups.quantize_tile, capability, tensors, groups, {"floor": "fp32"}),
         ptx(quantize_blocks.quantize_block, capability, {"weight": "*bf16", "codes": "*u8", "scales": "*u8"}, blocks, {"floor": "fp32"}),
@@ -195,6 +315,40 @@ def test_kernels_compile_and_leave_e4m3_alone_where_there_is_none(capability: in
     ):
         assert ("e4m3x2" in text) == native
         assert ".ftz" not in text  # subnormal numbers count
+
+
+@compiled
+@pytest.mark.parametrize(("kind", "fake"), list(product(("mxfp4", "fp4_e4m3"), (False, True))))
+def test_pairs_stay_in_their_threads(kind: str, fake: bool) -> None:
+    numbers, _ = quantize_groups.WORD_TILES[fake]
+    options = {"HEIGHT": 1, "WIDTH": numbers, "GROUP": 32, "FLAT": True, "KIND": kind, "FAKE": fake, "NATIVE": True}
+    tensors = {"x": "*bf16", "result": "*bf16" if fake else "*u8", "scales": "*u8"}
+    text = ptx(quantize_groups.quantize_words, 90, tensors, options | {"TIES": "even", "ZERO_SIGN": "kept"}, {"floor": "fp32"})
+    assert "fma.rn.bf16x2" in text
+    assert "st.shared" not in text
+    assert "ld.global.v4" in text
+    decode = {"NUMBERS": 4096, "GROUP": 32, "SCALE": "ue8m0" if kind == "mxfp4" else "e4m3", "NATIVE": True}
+    text = ptx(dequantize.dequantize_words, 90, {"codes": "*u8", "scales": "*u8", "result": "*bf16"}, decode, {})
+    assert "st.shared" not in text
+
+
+@compiled
+@pytest.mark.parametrize("ties", ["even", "toward_zero"])
+def test_pairs_round_quotients_of_bf16(ties: str) -> None:
+    """What `codec_pairs` claims: every finite bf16 over every E4M3 scale, by two pairs of a reciprocal and by three lines."""
+    x = np.arange(0x7F80, dtype=np.int64)
+    less = 1 if ties == "even" else 255 / 256
+    for byte in range(1, 0x7F):
+        scale = decode_e4m3(torch.tensor([byte], dtype=torch.uint8)).item()
+        expected = encode_e2m1((torch.from_numpy(x << 16).int().view(torch.float32)) / scale, ties=ties)
+        for error in (-(2.0**-22), 2.0**-22):
+            inverse = np.float32((1 + error) / scale)
+            first = of_bf16(to_bf16(np.array(inverse, dtype=np.float64)))
+            rest = of_bf16(to_bf16(np.array(inverse, dtype=np.float64) - first))
+            quotient = of_bf16(to_bf16(of_bf16(x) * first + of_bf16(to_bf16(of_bf16(x) * rest))))
+            lines = ((less / 2, 32.0), (less / 4, 32.5), (less / 8, 33.0))
+            codes = np.minimum.reduce([to_bf16(quotient * slope + base) for slope, base in lines])
+            assert np.array_equal(np.minimum(codes, 0x4207) & 7, expected.numpy())
 
 
 @compiled
