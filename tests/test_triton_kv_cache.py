@@ -20,7 +20,7 @@ import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from dsv4.fast.kernels import kv_cache, kv_rows  # noqa: E402
+from dsv4.fast.kernels import kv_cache, kv_records, kv_rows  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -154,13 +154,76 @@ def test_the_last_of_many_rows_wins(searched, monkeypatch):
 
 @kernel
 def test_up_to_2048_rows_look_for_themselves():
-    for rows in (1, 2048, 2049):
+    for rows in (1, 2048, 2049, 65536):
         slots = torch.arange(rows, device=DEVICE) % 900
         last = kv_rows.last_rows(slots, 1000)
         if rows <= 2048:
             assert last is None
         else:
-            assert last[:900].tolist() == [slot + 1800 if slot < 249 else slot + 900 for slot in range(900)]
+            whole, rest = divmod(rows, 900)
+            assert last[:900].tolist() == [slot + 900 * (whole if slot < rest else whole - 1) for slot in range(900)]
+
+
+@kernel
+@pytest.mark.parametrize("rows", [2048, 2049])
+def test_every_row_has_one_slot(rows):
+    """By search and by claim; the rows next to the last one have another slot, or no slot at all."""
+    records = ints(0, 256, rows, 512, dtype=torch.uint8)
+    slots = torch.full((rows,), 7, device=DEVICE)
+    check_store(records, "uniform_fp8", 2, slots)
+    slots[-3:] = torch.tensor([9, 7, -1], device=DEVICE)
+    check_store(records, "uniform_fp8", 2, slots)
+
+
+SLOTS = {
+    "any": lambda: ints(-3, 90, 300),
+    "one": lambda: torch.full((300,), 5, device=DEVICE),
+    "by turns": lambda: torch.arange(300, device=DEVICE) % 150,
+    "one of two": lambda: torch.where(torch.arange(300, device=DEVICE) % 2 > 0, 7, torch.arange(300, device=DEVICE)),
+    "absent": lambda: torch.full((300,), -1, device=DEVICE),
+}
+
+
+def scratches(slots, total, expected):
+    """What may lie where the claims go: what no claim can be, rows of other slots, and each row of the slot itself."""
+    rows = len(slots)
+    for value in (-1, 0, rows - 1, rows, 2**31 - 1, -(2**31)):
+        yield torch.full((total,), value, dtype=torch.int32, device=DEVICE)
+    yield ints(-5, rows + 5, total, dtype=torch.int32)
+    yield expected.roll(1)
+    for nth in range(3):  # the first, second and third row of each slot, and the last ones in the end
+        own = expected.clone()
+        for slot in range(total):
+            own[slot] = next(iter((slots == slot).nonzero().flatten()[nth:].tolist()), own[slot])
+        yield own
+
+
+@kernel
+@pytest.mark.parametrize("kind", SLOTS)
+@pytest.mark.parametrize("tile", [(128, 4), (32, 1)])
+def test_claims_do_not_believe_what_they_find(kind, tile, monkeypatch):
+    """In memory that nobody cleared, whatever it holds, claims end as the last rows, and elements of other slots stay as they were."""
+    monkeypatch.setattr(kv_rows, "CLAIM_TILE", tile)
+    slots, total = SLOTS[kind](), 300
+    expected = torch.full((total,), -1, dtype=torch.int32, device=DEVICE)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[slot] = row
+    for given in (slots, slots.int()):
+        for last in scratches(slots, total, expected):
+            wanted = torch.where(expected >= 0, expected, last)
+            kv_rows.claim(given, last)
+            assert torch.equal(last, wanted)
+
+
+@kernel
+def test_claims_see_the_slots_that_there_are():
+    slots = torch.tensor([3, 12, 3, 10, -7, 9, 12, 2**40], device=DEVICE)
+    last = torch.tensor([6, 1, 6, 0, 6, 4, 7, 3, 4, 3], dtype=torch.int32, device=DEVICE)
+    wanted = last.clone()
+    wanted[3], wanted[9] = 2, 5
+    kv_rows.claim(slots, last)
+    assert torch.equal(last, wanted)
 
 
 @kernel
@@ -255,6 +318,82 @@ def test_norm_rotation_and_store_are_one_launch(layout):
 
 
 @kernel
+@every_layout
+@pytest.mark.parametrize(
+    ("gap", "offset", "expected"), [(16, 1, 1), (17, 16, 1), (18, 2, 2), (16, 4, 4), (20, 8, 4), (24, 16, 8), (32, 16, 16)]
+)
+def test_pages_of_every_alignment(layout, gap, offset, expected):
+    """Nothing around the pages changes, and their bytes are those of the reference, whatever divides their addresses and distances."""
+    chosen = KV_LAYOUTS[layout]
+    page_size = 2 if chosen.token_bytes % 16 else 1  # so that the pages are no less aligned than their gaps
+    pages, _ = pages_of(layout, 5, page_size, gap=gap, offset=offset)
+    assert kv_rows.alignment(chosen, pages) == expected
+    kv, slots = rows_of(9), torch.tensor([3, 4, 1, -1, 4, 0, 2, 99, 1], device=DEVICE)
+    records = reference.quantize_kv(kv, layout=layout)
+    check_store(kv, layout, page_size, slots, gap=gap, offset=offset)
+    check_store(records, layout, page_size, slots, gap=gap, offset=offset)
+    memory = torch.zeros(offset + 9 * (records.shape[1] + gap), dtype=torch.uint8, device=DEVICE)
+    apart = memory.as_strided(records.shape, (records.shape[1] + gap, 1), offset).copy_(records)
+    check_store(apart, layout, page_size, slots)
+    same_rows(*(way(pages, slots, layout=layout, page_size=page_size, **at) for way, at in (
+        (fast.load_kv, {"impl": "triton"}), (reference.load_kv, {}))))  # fmt: skip
+    options = {"source": layout, "target": layout, "page_size": page_size, "target_page_size": 3}
+    assert torch.equal(fast.convert_layout(pages, **options, impl="triton"), reference.convert_layout(pages, **options))
+
+
+@kernel
+@pytest.mark.parametrize(("gap", "offset"), [(1, 0), (0, 1), (2, 2), (4, 12), (0, 16)])
+@pytest.mark.parametrize(("source", "target"), [("v41", "v41_inline"), ("v4", "v4"), ("v41_fp4_inline", "v41_fp4")])
+def test_moves_write_every_byte(source, target, gap, offset):
+    """Slots that the source has not and the ends of pages are zeroed, and nothing else is touched."""
+    have, want = KV_LAYOUTS[source], KV_LAYOUTS[target]
+    pages = kv_bodies.paged(reference.quantize_kv(rows_of(10) * 0.5, layout=source)[7:].repeat(3, 1)[:8], have, 2)
+    for size in (1, 3, 5, 9):
+        expected = reference.convert_layout(pages, source=source, target=target, page_size=2, target_page_size=size)
+        count, width = expected.shape
+        memory = ints(1, 256, offset + count * (width + gap) + 16, dtype=torch.uint8)
+        kept = memory.clone()
+        kv_cache.move(pages, memory.as_strided((count, width), (width + gap, 1), offset), have, want, 2, size)
+        kept.as_strided((count, width), (width + gap, 1), offset).copy_(expected)
+        assert torch.equal(memory, kept)
+
+
+def normed_and_stored(layout, kv, weight, table, positions):
+    """What the twins read back from one page of rows normed, rotated and stored."""
+    pages, _ = pages_of(layout, 1, len(kv))
+    given = (kv, weight, table, positions, pages, torch.arange(len(kv), device=DEVICE))
+    at = {"layout": layout, "page_size": len(kv)}
+    expected = reference.norm_rope_store_kv(*given, eps=1e-6, **at)
+    got = fast.norm_rope_store_kv(*given[:4], pages.clone(), given[5], eps=1e-6, **at, impl="triton")
+    same_rows(*(reference.load_kv(each, given[5], **at) for each in (got, expected)))
+    return got, expected
+
+
+@kernel
+@every_layout
+@pytest.mark.parametrize("rotated", [2, 32, 96, 128, 448, 512])
+def test_tables_of_every_width(layout, rotated):
+    kv, weight, positions = rows_of(7, seed=3), rows_of(9)[8], ints(-2, 43, 7)
+    kv[4:6] = 1.0
+    table = rope_table(rope_frequencies(1e4, rotated, device=DEVICE), 40)
+    assert table.shape[1] == rotated
+    assert torch.equal(*normed_and_stored(layout, kv, weight, table, positions))
+
+
+@kernel
+@pytest.mark.parametrize("layout", ["v4", "v41_fp4", "uniform_fp8"])
+def test_norms_at_the_edges_of_bf16(layout):
+    """Rows and weights of the largest, least normal and least numbers there are, of both signs, and of no numbers."""
+    edges = torch.tensor([torch.finfo(torch.bfloat16).max, 2.0**-126, 2.0**-133, 1.0, -0.0, -torch.finfo(torch.bfloat16).max, -(2.0**-133)])
+    mixed = edges[ints(0, len(edges), 512).cpu()]
+    rows = torch.stack([*(edge.repeat(512) for edge in edges), mixed, mixed.roll(1), mixed * 2.0**-60]).bfloat16().to(DEVICE)
+    table, positions = rope_table(rope_frequencies(1e4, device=DEVICE), 40), ints(-2, 43, len(rows))
+    for kind in (torch.bfloat16, torch.float32):
+        for weight in (*rows[:3], rows[7], torch.where(rows[7] == 1, torch.nan, rows[3]), torch.where(rows[7] == 1, torch.inf, rows[3])):
+            normed_and_stored(layout, rows, weight.to(kind), table, positions)
+
+
+@kernel
 def test_slots_of_entries():
     table = ints(-2, 50, 5, 14, dtype=torch.int32)
     requests, indices = ints(-1, 6, 700, dtype=torch.int32), ints(-5, 130, 700)
@@ -285,26 +424,31 @@ TYPES = {
 @pytest.mark.parametrize("layout", ["v4", "v41_fp4_inline", "uniform_fp8"])
 def test_kernels_of_rows_compile_and_leave_e4m3_alone_where_there_is_none(layout, capability):
     native = capability >= 89
-    options = kv_rows.layout_options(KV_LAYOUTS[layout], 64) | {"ROWS": 4, "NATIVE": native}
-    storing = options | {"ZEROES": False, "SLOTS": True}
+    chosen = KV_LAYOUTS[layout]
+    options = kv_rows.layout_options(chosen, 64) | {"ROWS": 4, "NATIVE": native, "ALIGN": 16}
+    storing = options | {"ZEROES": False, "SLOTS": True, "WARPS": 4}
+    plain = storing | {"ROTATED": 0, "TAIL": 0, "SEARCH": False, "EARLY": native}
+    normed = storing | {"ROTATED": 64, "TAIL": kv_cache.tail_of(chosen, 64), "SEARCH": True, "EARLY": False}
     texts = [
-        ptx(kv_cache.store_kernel, capability, TYPES, storing | {"ROTATED": 64, "SEARCH": True}),
-        ptx(kv_cache.store_kernel, capability, TYPES | {"weight": "*i64"}, storing | {"ROTATED": 64, "SEARCH": True}),
-        ptx(kv_cache.store_kernel, capability, TYPES | {"total": "i64"}, storing | {"ROTATED": 0, "SEARCH": False}),
+        ptx(kv_cache.store_kernel, capability, TYPES, normed),
+        ptx(kv_cache.store_kernel, capability, TYPES | {"weight": "*i64"}, normed),
+        ptx(kv_cache.store_kernel, capability, TYPES | {"total": "i64"}, plain),
         ptx(kv_cache.load_kernel, capability, TYPES, options),
     ]
     for text in texts:
         assert ("e4m3x2" in text) == native
-        assert ".ftz" not in text  # subnormal numbers count
+        # Subnormal numbers count. No sum of squares is one, and no scale.
+        assert ".ftz" not in text.replace("rsqrt.approx.ftz.f64", "").replace("rcp.approx.ftz.f32", "")
 
 
 @compiled
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_of_records_compile(capability):
-    sizes = {"DATA_BYTES": 576, "SCALE_BYTES": 8, "DATA": 1024, "SCALES": 8, "ROWS": 4}
-    ptx(kv_cache.records_kernel, capability, TYPES, sizes | {"PAGE": 64, "INLINE": False, "SEARCH": True})
+    layout, pages = KV_LAYOUTS["v4"], torch.empty(2, 37440, dtype=torch.uint8)
+    sizes = kv_records._tiles((pages, layout, 64), (pages, layout, 64)) | {"ROWS": 4}
+    early = capability >= 90
+    ptx(kv_records.records_kernel, capability, TYPES, sizes | {"PAGE": 64, "INLINE": False, "SEARCH": not early, "EARLY": early})
     pages = {"SOURCE_PAGE": 256, "TARGET_PAGE": 64, "SOURCE_INLINE": False, "TARGET_INLINE": True}
-    ptx(kv_cache.move_kernel, capability, TYPES, sizes | pages)
+    ptx(kv_records.move_kernel, capability, TYPES, sizes | pages | {"PAD": 64, "PADS": 64, "PAD_ALIGN": 16})
     ptx(kv_cache.page_slots_kernel, capability, TYPES, {"PAGE": 64, "ROWS": 256})
-    for claim in (False, True):
-        ptx(kv_rows._claim_kernel, capability, TYPES, {"CLAIM": claim, "ROWS": 256})
+    ptx(kv_rows.claim_kernel, capability, TYPES, {"EARLY": early, "ROWS": 128})

@@ -1,8 +1,8 @@
 """The cache of keys and values in pages: the twin of `dsv4.reference.kv_cache`, which has the layouts and formulas.
 
 Stores update the caller's pages in place. On CUDA a store is one launch, the norm and the rotation before it included; up to 2048 rows look
-for later rows of their slot by themselves. Beyond that two launches before the store mark the last row of each slot in an int32 scratch:
-4 bytes a slot of the whole cache while the call runs, of which only those of slots that are stored are touched.
+for later rows of their slot by themselves. Beyond that a launch before the store marks the last row of each slot in an int32 scratch: 4
+bytes a slot of the whole cache while the call runs, which are not cleared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The operators of `kv_cache`, and what implements them.
 
-The triton row of a store is one launch whatever the duplicates, up to 2048 rows; above, two small ones before it find the last row of each
+The triton row of a store is one launch whatever the duplicates, up to 2048 rows; above, a small one before it finds the last row of each
 slot. The inductor row compiles rows to records and back; records move by torch's own strided copies, which nothing compiled beats on a CPU.
 """
 
@@ -121,10 +121,12 @@ def _triton_convert(pages: Tensor, source: str, target: str, page_size: int, tar
     """Records of one number format move in one launch. Others go through bf16, in chunks of whole target pages: at most 65536 slots
     (64 MiB), or one page if it is larger."""
     have, want, slots = KV_LAYOUTS[source], KV_LAYOUTS[target], pages.shape[0] * page_size
-    result = pages.new_zeros(-(-slots // target_page_size), want.page_bytes(target_page_size))
+    size = -(-slots // target_page_size), want.page_bytes(target_page_size)
     if slots and kv_checks.same_numbers(have, want):
-        _kernel("move")(pages, result, have, want, page_size, target_page_size)
+        result = pages.new_empty(size)
+        _kernel("move")(pages, result, have, want, page_size, target_page_size)  # every byte
         return result
+    result = pages.new_zeros(size)
     chunk = max(CONVERTED // target_page_size, 1) * target_page_size
     for first in range(0, slots, chunk):
         some = torch.arange(first, min(first + chunk, slots), device=pages.device)

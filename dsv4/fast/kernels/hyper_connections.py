@@ -1,10 +1,9 @@
-"""Residual streams: statistics in splits of K, expand, and the launches that finish a boundary.
+"""Residual streams: expand, and the launches of a boundary.
 
-`products` multiplies streams [tokens, K] by fn [mixes, K] and squares the streams in the same pass. K is cut into splits whose number does
-not depend on the tokens, and tiles have one size, so a row's terms are added in one order in any batch. fn is fp32: the tensor cores get it
-as three bf16 parts of eight significant bits each, which together are all of it; products with bf16 streams are exact, and each part has
-an fp32 sum of its own. (TF32 products would cut fn to eleven bits, and fp32 ones do not run on the tensor cores.) The sums of all splits
-are added in fp64, in order. `expand` is elementwise, in fp64. The mix, the collapse and what follows are in `stream_mix`.
+`expand` is elementwise, in fp64. A factor has 24 significant bits and a number of a stream 8, so each product is exact in fp64 and the
+addition that follows rounds once, with and without contraction to a fused multiply-add: the kernel is left to contract, which halves its
+fp64 instructions and changes no bit. In a boundary it begins with programs that split fn into the parts which the statistics multiply by
+(`stream_statistics`): a launch less. The mix, the collapse and what follows are in `stream_mix`.
 """
 
 from __future__ import annotations
@@ -17,166 +16,63 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.fast import groups
-from dsv4.fast.kernels.codec_bits import INFINITY, MAGNITUDE, has_native_e4m3, widened
-from dsv4.fast.kernels.rows import HIGH, pack_pairs, to_bf16, unpack_pairs, words
-from dsv4.fast.kernels.stream_mix import finish_tile, inverse_root, mix_tile, split_total
+from dsv4.fast.kernels.codec_bits import has_native_e4m3, rounded, widened
+from dsv4.fast.kernels.rows import words
+from dsv4.fast.kernels.stream_mix import finish_tile, mix_tile
+from dsv4.fast.kernels.stream_statistics import BLOCK, add_parts, aligned, empty_weights, products, split_programs, write_weights
 
-ROWS, DEPTH = 64, 64  # of a tile
-STEPS, SPLITS = 8, 16  # tiles of K in a split, at least; splits, at most
-PAIRS = 512  # of a row that a program of `expand` takes, at most
+HIDDEN, EXPAND_WARPS = 512, 4  # numbers of a row that a program of `expand` takes, at most, and its warps
 MIX_ROWS = 32  # tokens whose mix a program makes
 
 
 @triton.jit
-def _at_precision(fn, PRECISION: tl.constexpr):
-    """fp32: what of the weight takes part. TF32 lacks the lowest 13 bits."""
-    if PRECISION == "exact":
-        weight = fn
-    else:
-        weight = (fn.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        if PRECISION == "tf32_compensated":
-            weight += ((fn - weight).to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-    return weight
+def _load_wide(place, mask, NATIVE: tl.constexpr):
+    """bf16 numbers as fp64."""
+    return widened(tl.load(place, mask=mask, other=0.0), NATIVE).to(tl.float64)
 
 
 @triton.jit
-def _top(x):
-    """x without its lower 16 bits: a bf16 number, as fp32. What is left has 16 significant bits, and then 8."""
-    return (x.to(tl.int32, bitcast=True) & HIGH).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _dot(x, part, total, NATIVE: tl.constexpr):
-    """x [rows, depth] bf16 times a part of the weight that is bf16 in fp32. The interpreter multiplies bf16 wrongly."""
-    if NATIVE:  # noqa: SIM108
-        total = tl.dot(x, part.to(tl.bfloat16), total)
-    else:
-        total = tl.dot(widened(x, False), part, total, input_precision="ieee")
-    return total
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def products_tile(
+def expand_tile(
+    y,
     streams,
+    post,
+    comb,
+    result,
     fn,
-    parts,  # fp32 [splits, tokens, M]
-    squares,  # fp32 [splits, tokens]
-    tokens,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    MIXES: tl.constexpr,  # the next power of two that tl.dot takes
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    weights,  # bf16 parts of fn
+    C: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITTING: tl.constexpr,  # programs that split fn
+    FN_BLOCK: tl.constexpr,
+    MIXES: tl.constexpr,
     PRECISION: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """One split of K for ROWS tokens."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mix = tl.arange(0, MIXES)
-    split = tl.program_id(1).to(tl.int64)
-    live = (row < tokens)[:, None]
-    high = tl.zeros([ROWS, MIXES], tl.float32)
-    middle = tl.zeros([ROWS, MIXES], tl.float32)
-    low = tl.zeros([ROWS, MIXES], tl.float32)
-    square = tl.zeros([ROWS, DEPTH], tl.float32)
-    for step in range(STEPS):
-        k = (split * STEPS + step) * DEPTH + tl.arange(0, DEPTH)
-        x = tl.load(streams + row[:, None] * K + k[None, :], mask=live & (k < K)[None, :], other=0.0)
-        weight = tl.load(fn + mix[None, :].to(tl.int64) * K + k[:, None], mask=(mix < M)[None, :] & (k < K)[:, None], other=0.0)
-        weight = _at_precision(weight, PRECISION)
-        first = _top(weight)
-        # Infinity has no rest.
-        rest = tl.where((weight.to(tl.int32, bitcast=True) & MAGNITUDE) == INFINITY, 0.0, weight - first)
-        second = _top(rest)
-        high = _dot(x, first, high, NATIVE)
-        middle = _dot(x, second, middle, NATIVE)
-        if PRECISION != "tf32":
-            low = _dot(x, rest - second, low, NATIVE)
-        wide = widened(x, NATIVE)
-        square += wide * wide
-    place = (split * tokens + row)[:, None] * M + mix[None, :]
-    tl.store(parts + place, (low + middle) + high, mask=live & (mix < M)[None, :])
-    tl.store(squares + split * tokens + row, tl.sum(square, axis=1), mask=row < tokens)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def add_tile(
-    parts,
-    squares,
-    mixes,
-    tokens,
-    eps,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    SPLITS: tl.constexpr,  # of the products, and of the squares
-    SQUARE_SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Mixes of the sums of all splits, element by element."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row = at // M
-    live = row < tokens
-    factor = inverse_root(split_total(squares, row, live, tokens, SQUARE_SPLITS), K, eps)
-    total = split_total(parts, at, live, tokens.to(tl.int64) * M, SPLITS)
-    tl.store(mixes + at, (total * factor).to(tl.float32), mask=live)
-
-
-@triton.jit
-def expand_tile(y, streams, post, comb, result, C: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-    """All new streams of a part of one token's row: the old ones in ascending order, then the sublayer's output."""
-    blocks: tl.constexpr = (PAIRS + BLOCK - 1) // BLOCK
-    row = tl.program_id(0).to(tl.int64) // blocks
-    pair = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
-    here = pair < PAIRS
-    new = tl.arange(0, C)[:, None]
-    for old in tl.static_range(C):
-        factor = tl.load(comb + row * (C * C) + old * C + new).to(tl.float64)
-        even, odd = unpack_pairs(tl.load(streams + (row * C + old) * PAIRS + pair, mask=here, other=0))
-        if old == 0:
-            first, second = factor * even.to(tl.float64), factor * odd.to(tl.float64)
-        else:
-            first += factor * even.to(tl.float64)
-            second += factor * odd.to(tl.float64)
-    factor = tl.load(post + row * C + new).to(tl.float64)
-    even, odd = unpack_pairs(tl.load(y + row * PAIRS + pair, mask=here, other=0))
-    first += factor * even.to(tl.float64)
-    second += factor * odd.to(tl.float64)
-    tl.store(result + (row * C + new) * PAIRS + pair, pack_pairs(to_bf16(first), to_bf16(second)), mask=here)
-
-
-def products(streams: Tensor, fn: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    """fp32 [splits, tokens, mixes] and [splits, tokens] of streams [tokens, C, D] and fn [mixes, C D]; neither is empty."""
-    flat, weight = _aligned(streams), _aligned(fn)
-    tokens, (mixes, width) = flat.shape[0], weight.shape
-    tiles = triton.cdiv(width, DEPTH)
-    steps = max(STEPS, triton.cdiv(tiles, SPLITS))
-    splits = triton.cdiv(tiles, steps)
-    parts = torch.empty(splits, tokens, mixes, dtype=torch.float32, device=flat.device)
-    squares = torch.empty(splits, tokens, dtype=torch.float32, device=flat.device)
-    with torch.cuda.device_of(flat):
-        products_tile[(triton.cdiv(tokens, ROWS), splits)](
-            flat, weight, parts, squares, tokens, K=width, M=mixes, MIXES=max(triton.next_power_of_2(mixes), 16), STEPS=steps, ROWS=ROWS,
-            DEPTH=DEPTH, PRECISION=precision, NATIVE=_native(products_tile), num_warps=4 if mixes <= 32 else 8, num_stages=3,
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    return parts, squares
-
-
-def add_parts(parts: Tensor, squares: Tensor, width: int, eps: float) -> Tensor:
-    """fp32 [tokens, mixes] of products [splits, tokens, mixes] and squares, which may be in fewer splits, of rows of `width` numbers."""
-    splits, tokens, mixes = parts.shape
-    result = torch.empty(tokens, mixes, dtype=torch.float32, device=parts.device)
-    with torch.cuda.device_of(parts):
-        add_tile[(triton.cdiv(result.numel(), 256),)](
-            parts, squares, result, tokens, eps, K=width, M=mixes, SPLITS=splits, SQUARE_SPLITS=squares.shape[0], BLOCK=256, num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    return result
+    """A part of all new streams of one token: of each, the old ones in ascending order, then the sublayer's output."""
+    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    if tl.program_id(0) < SPLITTING:
+        if SPLITTING > 0:
+            write_weights(fn, weights, tl.program_id(0), C * D, C * (2 + C), MIXES, PRECISION, FN_BLOCK, NATIVE)
+    else:
+        program = tl.program_id(0) - SPLITTING
+        row = program.to(tl.int64) // BLOCKS
+        at = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+        here = at < D
+        old = ()
+        for stream in tl.static_range(C):
+            old += (_load_wide(streams + (row * C + stream) * D + at, here, NATIVE),)  # type: ignore[assignment]
+        output = _load_wide(y + row * D + at, here, NATIVE)
+        for new in tl.static_range(C):
+            total = tl.load(comb + row * (C * C) + new).to(tl.float64) * old[0]  # type: ignore[misc]
+            for stream in tl.static_range(1, C):
+                total += tl.load(comb + row * (C * C) + stream * C + new).to(tl.float64) * old[stream]
+            total += tl.load(post + row * C + new).to(tl.float64) * output
+            tl.store(result + (row * C + new) * D + at, rounded(total.to(tl.float32), tl.bfloat16, NATIVE), mask=here)
 
 
 def mix_statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tensor:
-    """Two launches."""
+    """Two launches, or three where there are tokens enough to split fn beforehand."""
     return add_parts(*products(streams, fn, precision), fn.shape[1], eps)
 
 
@@ -196,16 +92,7 @@ def split_mix(
 
 def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """bf16 [tokens, C, D]."""
-    result = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
-    tokens, count, hidden = streams.shape
-    pairs = hidden // 2
-    block = min(triton.next_power_of_2(pairs), PAIRS)
-    with torch.cuda.device_of(streams):
-        expand_tile[(tokens * triton.cdiv(pairs, block),)](
-            words(y), words(streams), post.contiguous(), comb.contiguous(), words(result), C=count, PAIRS=pairs, BLOCK=block, num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    return result
+    return _expand(y, streams, post, comb)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
@@ -216,7 +103,7 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 def head_collapse(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> Tensor:
-    """bf16 [tokens, D], in two launches."""
+    """bf16 [tokens, D], in two launches, or three where there are tokens enough to split fn beforehand."""
     result = torch.empty(streams.shape[0], streams.shape[2], dtype=streams.dtype, device=streams.device)
     _finish(streams, result, parts=products(streams, fn, "exact"), scale=scale, base=base, norm_eps=norm_eps, eps=eps)
     return result
@@ -228,13 +115,31 @@ def boundary(
     scales: Tensor, layout: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The new streams and their mix, in three launches; fills `normed`, and with a layout codes and `scales`, pads included."""
-    new = expand(y, streams, post, comb)
+    weights = empty_weights(fn, precision)
+    new = _expand(y, streams, post, comb, aligned(fn), weights, precision)
     mix = _mix(new, new.shape[1])
     _finish(
-        new, normed, parts=products(new, fn, precision), given=carried_pre, mix=mix, scale=scale, base=base, weight=weight, scales=scales,
-        layout=layout, iterations=iterations, norm_eps=norm_eps, rms_eps=rms_eps, eps=eps,
+        new, normed, parts=products(new, fn, precision, weights), given=carried_pre, mix=mix, scale=scale, base=base, weight=weight,
+        scales=scales, layout=layout, iterations=iterations, norm_eps=norm_eps, rms_eps=rms_eps, eps=eps,
     )  # fmt: skip
     return new, *mix
+
+
+def _expand(
+    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor | None = None, weights: Tensor | None = None, precision: str = ""
+) -> Tensor:
+    """New streams; and the bf16 parts of fn, if there is one, into `weights`."""
+    result = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+    tokens, count, hidden = streams.shape
+    block = min(triton.next_power_of_2(hidden), HIDDEN)
+    splitting = 0 if fn is None else split_programs(fn)
+    with torch.cuda.device_of(streams):
+        expand_tile[(splitting + tokens * triton.cdiv(hidden, block),)](
+            y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous(), result, _or(fn, result), _or(weights, result),
+            C=count, D=hidden, BLOCK=block, SPLITTING=splitting, FN_BLOCK=BLOCK, MIXES=1 if weights is None else weights.shape[1],
+            PRECISION=precision, NATIVE=_native(expand_tile), num_warps=EXPAND_WARPS,
+        )  # fmt: skip
+    return result
 
 
 def _finish(
@@ -272,7 +177,7 @@ def _finish(
             groups.floor_of("fp8", "official"), norm_eps, rms_eps, eps, C=count, PAIRS=hidden // 2, TILE=pairs,
             SPLITS=0 if parts is None else products_.shape[0], MIXING=mix is not None, GIVEN=given is not None, NORM=weight is not None,
             LAYOUT=layout, ITERATIONS=iterations, ROWS=MIX_ROWS, NATIVE=_native(finish_tile, streams.device),
-            num_warps=min(max(pairs // 256, 4), 16), enable_fp_fusion=False,
+            num_warps=min(max(pairs // 256, 4), 16), enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -281,13 +186,6 @@ def _bytes(scales: Tensor, layout: str) -> Tensor:
     if layout == "packed":
         return scales.as_strided((scales.shape[1] * scales.stride(1),), (1,)).view(torch.uint8)
     return scales.view(torch.uint8)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous, from an address that Triton reads in words of 16 bytes: how squares are spread over threads, and so the order of their
-    sum, follows from that."""
-    plain = tensor.contiguous()
-    return plain.clone() if plain.data_ptr() % 16 else plain
 
 
 def _or(value: Tensor | None, other: Tensor) -> Tensor:

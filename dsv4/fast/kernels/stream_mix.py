@@ -7,6 +7,9 @@ are pads of the scales.
 
 Sums over splits, sigmoids and the first comb are evaluated in fp64 and rounded to fp32 once, as are collapse and norm. Sinkhorn's further
 steps are fp32: sums in ascending order, correctly rounded quotients.
+
+`finish_tile` is left to contract products and sums. Every product that is added to something is exact in fp64: of two fp32 numbers (48
+bits: a mix and its scale), of an fp32 and a bf16 number (32: the terms of a collapse), of two bf16 numbers (squares). So nothing changes.
 """
 
 from __future__ import annotations
