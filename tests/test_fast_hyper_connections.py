@@ -1,7 +1,6 @@
 """Fast hyper-connections: literals, the reference bit for bit, batches, graphs, operators, libraries that are made up, errors."""
 
 import inspect
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -15,7 +14,7 @@ from dsv4.fast.adapters import deepgemm, flashinfer
 from dsv4.fast.norms import rms_norm
 from dsv4.fast.quantization import quantize_fp8
 from dsv4.reference import hyper_connections as reference
-from dsv4.types import ArgumentError, BackendUnavailable, Unsupported
+from dsv4.types import ArgumentError, BackendUnavailable
 from test_adapters import Installed, forget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -303,7 +302,7 @@ def test_one_function_decides_on_shapes(streams, hidden):
 
 def test_every_way_keeps_what_may_be_demanded():
     rows = [row for function, rows in dispatch.TABLES.items() if function.startswith("hyper_connections.") for row in rows]
-    assert len(rows) == 17
+    assert len(rows) == 16
     assert all(row.deterministic and row.batch_invariant and row.graph_safe for row in rows)
     with use(batch_invariant=True, deterministic=True):
         fast.boundary(*inputs(2), **V4)
@@ -400,25 +399,6 @@ def test_wrong_answers_disprove_it(name, function, installed):
     reason = library.disproved(symbol, CPU)
     assert reason is not None
     assert "failed its known-answer test" in reason
-
-
-def test_deepgemm_takes_what_its_kernel_does(installed, monkeypatch):
-    put(installed)
-    rows = dispatch.TABLES["hyper_connections.mix_statistics"]
-    (row,) = (row for row in rows if row.backend == "deepgemm")
-    x, fn = torch.empty(3, 4, 4096, device="meta"), torch.empty(24, 16384, device="meta")
-    for words, given in {
-        "takes the precisions tf32": {"precision": "exact"},
-        "got 0 rows": {"streams": x[:0]},
-        "4 mixes": {"fn": fn[:4]},
-        "24 mixes of 16320": {"streams": x[..., :4080], "fn": fn[:, :16320]},
-    }.items():
-        assert words in row.arguments({"streams": x, "fn": fn, "precision": "tf32", **given})
-    assert row.arguments({"streams": x, "fn": fn, "precision": "tf32_compensated"}) is None
-    anywhere = tuple(replace(row, device=dispatch.any_device) for row in rows)
-    monkeypatch.setitem(dispatch.TABLES, "hyper_connections.mix_statistics", anywhere)
-    with pytest.raises(Unsupported, match="multiplies in TF32"):
-        fast.mix_statistics(random(3, 4, 4096).bfloat16(), random(24, 16384), eps=1e-6, impl="deepgemm")
 
 
 # Errors

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,3 +296,22 @@ def test_inside_torch_compile(name: str, arguments: Callable[[Tensor], tuple[Any
     inside = torch.compile(function, fullgraph=True, backend="aot_eager")
     for rows in (9, 131):
         same(function(*arguments(mixed(rows, 192))), inside(*arguments(mixed(rows, 192))))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "refused"),
+    [
+        ("quantize_fp8", {"scale": "fp32"}, True),
+        ("quantize_fp8", {"scale": "ue8m0"}, False),
+        ("quantize_fp4_e4m3", {}, True),
+        ("fake_quantize", {"format": "fp4_e4m3"}, True),
+        ("fake_quantize", {"format": "mxfp4"}, False),
+    ],
+)
+def test_inductor_does_not_divide_on_cuda(name, arguments, refused):
+    """Seen on an H200: amax 1e-4 of a group gave 0x34700001 for 0x34700000."""
+    (row,) = (row for row in dispatch.TABLES[f"quantization.{name}"] if row.backend == "inductor")
+    for division in ("divide", "reciprocal"):
+        given = {"x": SimpleNamespace(is_cuda=True), "division": division, **arguments}
+        assert (row.arguments(given) is not None) == (refused and division == "divide")
+        assert row.arguments({**given, "x": torch.empty(1)}) is None

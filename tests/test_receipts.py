@@ -33,7 +33,10 @@ def test_a_committed_receipt(path):
 
 
 def open_checks(path):
-    """component.function.check implementation: reason, a line each. The domain is the last part of a check."""
+    """component.function.check implementation: reason, a line each.
+
+    A check that was not finished is known whole, others by their domain, the last part.
+    """
     found = set()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         if not line.startswith("#"):
@@ -41,7 +44,7 @@ def open_checks(path):
             key, implementation = check.split(" ")
             assert reason
             component, function, *parts = key.split(".")
-            found.add((component, function, parts[-1], implementation))
+            found.update((component, function, domain, implementation) for domain in (parts[-1], ".".join(parts)))
     return found
 
 

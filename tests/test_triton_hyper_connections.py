@@ -16,14 +16,12 @@ import torch
 
 from dsv4.fast import dispatch
 from dsv4.fast import hyper_connections as fast
-from dsv4.fast.adapters import deepgemm
 from dsv4.fast.norms import rms_norm
 from dsv4.fast.quantization import quantize_fp8
 from dsv4.parity import stream_bounds, stream_inputs
 from dsv4.reference import hyper_connections as reference
 from dsv4.reference.numerics import numerics
-from test_adapters import Installed, forget
-from test_fast_hyper_connections import V4, V41, prenorm_by_loops, same
+from test_fast_hyper_connections import V4, V41, same
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
@@ -211,20 +209,3 @@ def test_no_tokens_and_gaps():
     shifted = torch.cat([given[1].flatten()[:1], given[1].flatten()])[1:].view(given[1].shape)  # begins within a word
     for other in (wide, [*given[:1], shifted, *given[2:]]):
         same(tuple(fast.boundary(*other, **V4, impl="triton")), tuple(fast.boundary(*given, **V4, impl="triton")))
-
-
-@kernel
-@pytest.mark.skipif(DEVICE == "cuda", reason="the real library is proved by `dsv4 doctor`")
-@pytest.mark.parametrize("precision", ["tf32", "tf32_compensated"])
-def test_deepgemm_by_a_made_up_library(precision, monkeypatch):
-    """Its splits are added by our kernel; compensated, what fn lost is multiplied too."""
-    monkeypatch.setattr(deepgemm, "unfit", lambda version, torch_version: None)
-    Installed(monkeypatch).put("sgl-deep-gemm", "deep_gemm", "0.1.5.post1", tf32_hc_prenorm_gemm=prenorm_by_loops)
-    _, x, _, _, fn, *_ = inputs(5, hidden=256)
-    wanted = exact(reference.mix_statistics, x, fn, eps=1e-6, precision=precision)
-    got = fast.mix_statistics(x, fn, eps=1e-6, precision=precision, impl="deepgemm")
-    within(got, wanted, stream_bounds.statistics_error(x, fn, 1e-6, wanted))
-    x, fn = stream_inputs.lattice(5, 4, 256, 5, -1, single=True).bfloat16(), random(24, 1024, seed=6)
-    same(fast.mix_statistics(x, fn, eps=1e-20, precision=precision, impl="deepgemm"),
-         reference.mix_statistics(x, fn, eps=1e-20, precision=precision))  # fmt: skip
-    forget()

@@ -33,11 +33,12 @@ class Spans(NamedTuple):
 def spans(starts: Tensor, cu_seqlens: Tensor, tokens: int, state_rows: Tensor | None, states: Tensor | None) -> Spans:
     """Requests by their tokens. `states` is the number of states there are, where it matters."""
     torch._check(cu_seqlens.shape[0] == starts.shape[0] + 1)
-    begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    request = torch.arange(starts.shape[0], device=starts.device)
+    begins, ends = cu_seqlens[request], cu_seqlens[request + 1]  # torch 2.11 cannot compile slices of a tensor whose size varies
     counts = ends - begins
     signs = starts | (LARGEST_START - starts) | begins | ends | counts | (tokens - ends)  # negative if any of these is
     if state_rows is None:
-        rows = torch.arange(starts.shape[0], device=starts.device)
+        rows = request
     else:
         torch._check(state_rows.shape[0] == starts.shape[0])
         rows = state_rows.long()

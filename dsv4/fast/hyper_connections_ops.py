@@ -17,9 +17,8 @@ from torch import Tensor
 
 from dsv4.fast import dispatch, groups, ops
 from dsv4.fast import hyper_connection_bodies as bodies
-from dsv4.fast.adapters import deepgemm
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from, cuda_of
+from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
 from dsv4.formats import fp32
 
 Run = Callable[..., Any]
@@ -48,13 +47,6 @@ def _triton_splits(arguments: Mapping[str, Any]) -> str | None:
     return supported(_streams(arguments["mixes"]), TRITON_HIDDEN)
 
 
-def _deepgemm_fits(arguments: Mapping[str, Any]) -> str | None:
-    streams, precision = arguments["streams"], arguments["precision"]
-    if precision == "exact":
-        return "multiplies in TF32: takes the precisions tf32 and tf32_compensated"
-    return deepgemm.prenorm_shapes(streams.shape[0], arguments["fn"].shape[0], streams.shape[1] * streams.shape[2])
-
-
 def _streams(mixes: Tensor) -> int:
     """C of C (C + 2) mixes."""
     streams = 1
@@ -78,17 +70,6 @@ def _triton_statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) 
     if not streams.shape[0] or not fn.shape[0]:
         return _fake_mixes(streams, fn)
     result: Tensor = _kernels().mix_statistics(streams, fn, fp32(eps), precision)
-    return result
-
-
-def _deepgemm_statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tensor:
-    """Its products and sums of squares in splits, the second product of what the first one dropped; our kernel adds them."""
-    weight = fn.contiguous()
-    parts, squares = deepgemm.prenorm_gemm(streams.reshape(streams.shape[0], -1), weight)
-    if precision == "tf32_compensated":
-        dropped = weight - (weight.view(torch.int32) & bodies.TF32_KEPT).view(torch.float32)
-        parts = torch.cat([parts, deepgemm.prenorm_gemm(streams.reshape(streams.shape[0], -1), dropped)[0]])
-    result: Tensor = _kernels().add_parts(parts, squares, weight.shape[1], fp32(eps))
     return result
 
 
@@ -222,16 +203,6 @@ def _compiled(call: Callable[..., Any]) -> tuple[Implementation, ...]:
     return inductor, _eager(partial(call, run_eagerly))
 
 
-_DEEPGEMM = Implementation(
-    "deepgemm",
-    cuda_of(9, 10),
-    _deepgemm_fits,
-    _deepgemm_statistics,
-    library=deepgemm.LIBRARY,
-    symbol=deepgemm.PRENORM,
-    verified=(),
-)
-
 ops.define("mix_statistics", "(Tensor streams, Tensor fn, float eps, str precision) -> Tensor", _fake_mixes)
 ops.define(
     "split_mix",
@@ -253,7 +224,7 @@ ops.define(
     _fake_boundary,
 )
 
-dispatch.register("hyper_connections.mix_statistics", _OF_CUDA(_triton_fits, _triton_statistics), _DEEPGEMM, _eager(_statistics))
+dispatch.register("hyper_connections.mix_statistics", _OF_CUDA(_triton_fits, _triton_statistics), _eager(_statistics))
 dispatch.register("hyper_connections.split_mix", _OF_CUDA(_triton_splits, _triton_split), _eager(_split))
 dispatch.register("hyper_connections.collapse", _OF_CUDA(_triton_fits, _triton_collapse), *_compiled(_collapse))
 dispatch.register("hyper_connections.expand", _OF_CUDA(_triton_fits, _triton_expand), *_compiled(_expand))

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from dsv4.fast import dispatch, ops
-from dsv4.fast.adapters import flashinfer
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from, cuda_of
+from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
 from dsv4.fast.row_bodies import chain_body, hadamard_body, rms_body
 from dsv4.formats import fp32
 
@@ -79,19 +78,6 @@ def triton_fits(arguments: Mapping[str, Any]) -> str | None:
     return None if n % 2 == 0 and n <= MOST_TRITON else f"takes rows of an even number of numbers, at most {MOST_TRITON}; got {n}"
 
 
-def _flashinfer_rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return flashinfer.rmsnorm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
-
-
-def _flashinfer_fits(arguments: Mapping[str, Any]) -> str | None:
-    x, weight = arguments["x"], arguments["weight"]
-    if weight.dtype != torch.bfloat16:
-        return f"takes a weight of bf16, got {str(weight.dtype).removeprefix('torch.')}"
-    if not x.numel() or x.shape[-1] % 8:
-        return f"takes rows of a multiple of 8 numbers, not empty; got shape {list(x.shape)}"
-    return None
-
-
 def _fake(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -100,8 +86,7 @@ ops.define("rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor", _fake)
 ops.define("head_rms_norm", "(Tensor x, float eps, str precision) -> Tensor", _fake)
 ops.define("hadamard", "(Tensor x) -> Tensor", _fake)
 
-_OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=())
-_LIBRARY = partial(Implementation, "flashinfer", cuda_of(9, 10, 12), library=flashinfer.LIBRARY, verified=())
+_OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
 
 
 def _rows(call: Callable[..., Tensor]) -> tuple[Implementation, ...]:
@@ -114,7 +99,6 @@ def _rows(call: Callable[..., Tensor]) -> tuple[Implementation, ...]:
 dispatch.register(
     "norms.rms_norm",
     _OF_CUDA(triton_fits, _triton_rms),
-    _LIBRARY(_flashinfer_fits, _flashinfer_rms, symbol=flashinfer.RMSNORM),
     *_rows(_rms),
 )
 dispatch.register("norms.head_rms_norm", _OF_CUDA(triton_fits, _triton_head), *_rows(_head))

@@ -66,9 +66,9 @@ ops.define("norm_rope", "(Tensor x, Tensor table, Tensor positions, float eps, T
 
 def _rows(triton: Callable[..., Tensor], call: Callable[..., Tensor]) -> tuple[Implementation, ...]:
     return (
-        Implementation("triton", cuda_from(8, 0), triton_fits, triton, verified=()),
-        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu",)),
-        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu",)),
+        Implementation("triton", cuda_from(8, 0), triton_fits, triton, verified=("SM90",)),
+        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90")),
+        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu", "SM90")),
     )
 
 

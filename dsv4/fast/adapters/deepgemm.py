@@ -178,14 +178,6 @@ PRENORM_SPLITS = 16  # of K, for any number of rows: they decide the order of it
 PRENORM_TILE = 64  # of K
 
 
-def prenorm_shapes(rows: int, mixes: int, width: int) -> str | None:
-    """What keeps `prenorm_gemm` from rows [rows, width] and a weight [mixes, width]."""
-    if not rows or not 0 < mixes <= 32 or mixes % 8 or width % (PRENORM_SPLITS * PRENORM_TILE):
-        tile = PRENORM_SPLITS * PRENORM_TILE
-        return f"takes 8, 16, 24 or 32 mixes of a multiple of {tile} numbers, not empty; got {rows} rows, {mixes} mixes of {width}"
-    return None
-
-
 def prenorm_gemm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x [m, k] times weight [n, k] transposed in TF32, the weight cut to it, and the sums of squares of x, both in splits of k.
 

@@ -2,8 +2,7 @@
 
 `expand` is elementwise, in fp64. A factor has 24 significant bits and a number of a stream 8, so each product is exact in fp64 and the
 addition that follows rounds once, with and without contraction to a fused multiply-add: the kernel is left to contract, which halves its
-fp64 instructions and changes no bit. In a boundary it begins with programs that split fn into the parts which the statistics multiply by
-(`stream_statistics`): a launch less. The mix, the collapse and what follows are in `stream_mix`.
+fp64 instructions and changes no bit. Statistics are in `stream_statistics`; the mix, the collapse and what follows in `stream_mix`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dsv4.fast import groups
 from dsv4.fast.kernels.codec_bits import has_native_e4m3, rounded, widened
 from dsv4.fast.kernels.rows import words
 from dsv4.fast.kernels.stream_mix import finish_tile, mix_tile
-from dsv4.fast.kernels.stream_statistics import BLOCK, add_parts, aligned, empty_weights, products, split_programs, write_weights
+from dsv4.fast.kernels.stream_statistics import add_parts, products
 
 HIDDEN, EXPAND_WARPS = 512, 4  # numbers of a row that a program of `expand` takes, at most, and its warps
 MIX_ROWS = 32  # tokens whose mix a program makes
@@ -38,41 +37,30 @@ def expand_tile(
     post,
     comb,
     result,
-    fn,
-    weights,  # bf16 parts of fn
     C: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITTING: tl.constexpr,  # programs that split fn
-    FN_BLOCK: tl.constexpr,
-    MIXES: tl.constexpr,
-    PRECISION: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """A part of all new streams of one token: of each, the old ones in ascending order, then the sublayer's output."""
     BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
-    if tl.program_id(0) < SPLITTING:
-        if SPLITTING > 0:
-            write_weights(fn, weights, tl.program_id(0), C * D, C * (2 + C), MIXES, PRECISION, FN_BLOCK, NATIVE)
-    else:
-        program = tl.program_id(0) - SPLITTING
-        row = program.to(tl.int64) // BLOCKS
-        at = program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-        here = at < D
-        old = ()
-        for stream in tl.static_range(C):
-            old += (_load_wide(streams + (row * C + stream) * D + at, here, NATIVE),)  # type: ignore[assignment]
-        output = _load_wide(y + row * D + at, here, NATIVE)
-        for new in tl.static_range(C):
-            total = tl.load(comb + row * (C * C) + new).to(tl.float64) * old[0]  # type: ignore[misc]
-            for stream in tl.static_range(1, C):
-                total += tl.load(comb + row * (C * C) + stream * C + new).to(tl.float64) * old[stream]
-            total += tl.load(post + row * C + new).to(tl.float64) * output
-            tl.store(result + (row * C + new) * D + at, rounded(total.to(tl.float32), tl.bfloat16, NATIVE), mask=here)
+    row = tl.program_id(0).to(tl.int64) // BLOCKS
+    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    here = at < D
+    old = ()
+    for stream in tl.static_range(C):
+        old += (_load_wide(streams + (row * C + stream) * D + at, here, NATIVE),)  # type: ignore[assignment]
+    output = _load_wide(y + row * D + at, here, NATIVE)
+    for new in tl.static_range(C):
+        total = tl.load(comb + row * (C * C) + new).to(tl.float64) * old[0]  # type: ignore[misc]
+        for stream in tl.static_range(1, C):
+            total += tl.load(comb + row * (C * C) + stream * C + new).to(tl.float64) * old[stream]
+        total += tl.load(post + row * C + new).to(tl.float64) * output
+        tl.store(result + (row * C + new) * D + at, rounded(total.to(tl.float32), tl.bfloat16, NATIVE), mask=here)
 
 
 def mix_statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tensor:
-    """Two launches, or three where there are tokens enough to split fn beforehand."""
+    """Two launches."""
     return add_parts(*products(streams, fn, precision), fn.shape[1], eps)
 
 
@@ -92,7 +80,15 @@ def split_mix(
 
 def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """bf16 [tokens, C, D]."""
-    return _expand(y, streams, post, comb)
+    result = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
+    tokens, count, hidden = streams.shape
+    block = min(triton.next_power_of_2(hidden), HIDDEN)
+    with torch.cuda.device_of(streams):
+        expand_tile[(tokens * triton.cdiv(hidden, block),)](
+            y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous(), result, C=count, D=hidden, BLOCK=block,
+            NATIVE=_native(expand_tile), num_warps=EXPAND_WARPS,
+        )  # fmt: skip
+    return result
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
@@ -103,7 +99,7 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 
 def head_collapse(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> Tensor:
-    """bf16 [tokens, D], in two launches, or three where there are tokens enough to split fn beforehand."""
+    """bf16 [tokens, D], in two launches."""
     result = torch.empty(streams.shape[0], streams.shape[2], dtype=streams.dtype, device=streams.device)
     _finish(streams, result, parts=products(streams, fn, "exact"), scale=scale, base=base, norm_eps=norm_eps, eps=eps)
     return result
@@ -115,31 +111,13 @@ def boundary(
     scales: Tensor, layout: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The new streams and their mix, in three launches; fills `normed`, and with a layout codes and `scales`, pads included."""
-    weights = empty_weights(fn, precision)
-    new = _expand(y, streams, post, comb, aligned(fn), weights, precision)
+    new = expand(y, streams, post, comb)
     mix = _mix(new, new.shape[1])
     _finish(
-        new, normed, parts=products(new, fn, precision, weights), given=carried_pre, mix=mix, scale=scale, base=base, weight=weight,
+        new, normed, parts=products(new, fn, precision), given=carried_pre, mix=mix, scale=scale, base=base, weight=weight,
         scales=scales, layout=layout, iterations=iterations, norm_eps=norm_eps, rms_eps=rms_eps, eps=eps,
     )  # fmt: skip
     return new, *mix
-
-
-def _expand(
-    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor | None = None, weights: Tensor | None = None, precision: str = ""
-) -> Tensor:
-    """New streams; and the bf16 parts of fn, if there is one, into `weights`."""
-    result = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
-    tokens, count, hidden = streams.shape
-    block = min(triton.next_power_of_2(hidden), HIDDEN)
-    splitting = 0 if fn is None else split_programs(fn)
-    with torch.cuda.device_of(streams):
-        expand_tile[(splitting + tokens * triton.cdiv(hidden, block),)](
-            y.contiguous(), streams.contiguous(), post.contiguous(), comb.contiguous(), result, _or(fn, result), _or(weights, result),
-            C=count, D=hidden, BLOCK=block, SPLITTING=splitting, FN_BLOCK=BLOCK, MIXES=1 if weights is None else weights.shape[1],
-            PRECISION=precision, NATIVE=_native(expand_tile), num_warps=EXPAND_WARPS,
-        )  # fmt: skip
-    return result
 
 
 def _finish(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dsv4.fast.kernels.codec_bits import INFINITY, MAGNITUDE, rounded, widened
+from dsv4.fast.kernels.codec_bits import INFINITY, MAGNITUDE, widened
 from dsv4.fast.kernels.rows import HIGH
 from dsv4.fast.kernels.stream_mix import inverse_root, split_total
 
@@ -22,8 +22,6 @@ STEPS, SPLITS = 8, 16  # tiles of K in a split, at least; splits, at most
 
 
 ROWS, DEPTH = 64, 64  # of a tile
-READY = 512  # tokens from which on fn is split beforehand, not by each program
-BLOCK = 1024  # weights of a program that splits fn
 
 
 @triton.jit
@@ -65,33 +63,10 @@ def _dot(x, part, total, NATIVE: tl.constexpr):
     return total
 
 
-@triton.jit
-def write_weights(
-    fn, weights, program,
-    K: tl.constexpr, M: tl.constexpr, MIXES: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """BLOCK weights of the bf16 parts [2 or 3, MIXES, K] of fn [M, K], zeros behind its last mix."""
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    live = at < MIXES * K
-    first, second, third = weight_parts(tl.load(fn + at, mask=at < M * K, other=0.0), PRECISION)
-    tl.store(weights + at, rounded(first, tl.bfloat16, NATIVE), mask=live)
-    tl.store(weights + MIXES * K + at, rounded(second, tl.bfloat16, NATIVE), mask=live)
-    if PRECISION != "tf32":
-        tl.store(weights + 2 * MIXES * K + at, rounded(third, tl.bfloat16, NATIVE), mask=live)
-
-
-@triton.jit
-def split_tile(
-    fn, weights, K: tl.constexpr, M: tl.constexpr, MIXES: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """`write_weights` as a launch of its own."""
-    write_weights(fn, weights, tl.program_id(0), K, M, MIXES, PRECISION, BLOCK, NATIVE)
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def products_tile(
     streams,
-    fn,  # or its parts, bf16 [2 or 3, MIXES, K]
+    fn,
     parts,  # fp32 [splits, tokens, M]
     squares,  # fp32 [splits, tokens]
     tokens,
@@ -103,7 +78,6 @@ def products_tile(
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
-    READY: tl.constexpr,  # fn is in parts
     NATIVE: tl.constexpr,
 ):
     """One split of K for ROWS tokens, the last tokens first: those are what a cache still has of streams just written."""
@@ -119,16 +93,8 @@ def products_tile(
     for step in range(STEPS):
         k = (split * STEPS + step) * DEPTH + tl.arange(0, DEPTH)
         x = tl.load(streams + row[:, None] * K + k[None, :], mask=live & (k < K)[None, :], other=0.0)
-        place = fn + mix[None, :].to(tl.int64) * K + k[:, None]
-        if READY:
-            inside = (k < K)[:, None]
-            first = tl.load(place, mask=inside, other=0.0)
-            second = tl.load(place + MIXES * K, mask=inside, other=0.0)
-            third = first
-            if PRECISION != "tf32":
-                third = tl.load(place + 2 * MIXES * K, mask=inside, other=0.0)
-        else:
-            first, second, third = weight_parts(tl.load(place, mask=(mix < M)[None, :] & (k < K)[:, None], other=0.0), PRECISION)
+        weight = tl.load(fn + mix[None, :].to(tl.int64) * K + k[:, None], mask=(mix < M)[None, :] & (k < K)[:, None], other=0.0)
+        first, second, third = weight_parts(weight, PRECISION)
         high = _dot(x, first, high, NATIVE)
         middle = _dot(x, second, middle, NATIVE)
         if PRECISION != "tf32":
@@ -162,50 +128,19 @@ def add_tile(
     tl.store(mixes + at, (total * factor).to(tl.float32), mask=live)
 
 
-def empty_weights(fn: Tensor, precision: str) -> Tensor:
-    """Memory for bf16 parts [2 or 3, mixes, K] of fn, mixes filled up to what tl.dot takes."""
-    return torch.empty(2 if precision == "tf32" else 3, mixes_of_dot(fn.shape[0]), fn.shape[1], dtype=torch.bfloat16, device=fn.device)
-
-
-def split_programs(fn: Tensor) -> int:
-    """How many programs split fn."""
-    programs: int = triton.cdiv(mixes_of_dot(fn.shape[0]) * fn.shape[1], BLOCK)
-    return programs
-
-
-def split_weights(fn: Tensor, precision: str) -> Tensor:
-    """The parts of fn, contiguous, in one launch."""
-    weights = empty_weights(fn, precision)
-    with torch.cuda.device_of(fn):
-        split_tile[(split_programs(fn),)](
-            fn, weights, K=fn.shape[1], M=fn.shape[0], MIXES=weights.shape[1], PRECISION=precision, BLOCK=BLOCK,
-            NATIVE=isinstance(split_tile, triton.JITFunction), num_warps=4,
-        )  # fmt: skip
-    return weights
-
-
-def mixes_of_dot(mixes: int) -> int:
-    """The width of a product of so many mixes."""
-    return max(1 << (mixes - 1).bit_length(), 16)
-
-
-def products(streams: Tensor, fn: Tensor, precision: str, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """fp32 [splits, tokens, mixes] and [splits, tokens] of streams [tokens, C, D] and fn [mixes, C D]; neither is empty.
-
-    weights: parts of fn, where another launch has made them.
-    """
-    flat, tokens, (mixes, width) = aligned(streams), streams.shape[0], fn.shape
+def products(streams: Tensor, fn: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """fp32 [splits, tokens, mixes] and [splits, tokens] of streams [tokens, C, D] and fn [mixes, C D]; neither is empty."""
+    flat, weight = aligned(streams), aligned(fn)
+    tokens, (mixes, width) = flat.shape[0], weight.shape
     tiles = triton.cdiv(width, DEPTH)
     steps = max(STEPS, triton.cdiv(tiles, SPLITS))
     splits = triton.cdiv(tiles, steps)
     parts = torch.empty(splits, tokens, mixes, dtype=torch.float32, device=flat.device)
     squares = torch.empty(splits, tokens, dtype=torch.float32, device=flat.device)
-    if weights is None:
-        weights = split_weights(aligned(fn), precision) if tokens >= READY else aligned(fn)
     with torch.cuda.device_of(flat):
         products_tile[(triton.cdiv(tokens, ROWS) * splits,)](
-            flat, weights, parts, squares, tokens, K=width, M=mixes, MIXES=mixes_of_dot(mixes), SPLITS=splits, STEPS=steps, ROWS=ROWS,
-            DEPTH=DEPTH, PRECISION=precision, READY=weights.dtype == torch.bfloat16, NATIVE=isinstance(products_tile, triton.JITFunction),
+            flat, weight, parts, squares, tokens, K=width, M=mixes, MIXES=max(triton.next_power_of_2(mixes), 16), SPLITS=splits,
+            STEPS=steps, ROWS=ROWS, DEPTH=DEPTH, PRECISION=precision, NATIVE=isinstance(products_tile, triton.JITFunction),
             num_warps=4 if mixes <= 32 else 8, num_stages=3, enable_fp_fusion=False,
         )  # fmt: skip
     return parts, squares
