@@ -1,5 +1,5 @@
-"""FlashInfer 0.7: the 128x4 interleave, the MXFP8 quantiser of SM100 and newer, the router by token id, RMS norms, and
-what it has of hyper-connections.
+"""FlashInfer 0.7: the 128x4 interleave, the MXFP8 quantiser of SM100 and newer, the router by token id, RMS norms, the best
+entries of an index, and what it has of hyper-connections.
 
 FlashInfer is tied to no torch. Its `mxfp8_quantize` runs below SM100 without a word and writes nothing: the probe sees the poison that it
 leaves. Source: spec A 8.3, M 1, 9.3; kernels B.3.
@@ -22,6 +22,8 @@ HASH_TOPK = "fused_moe.hash_topk"
 RMSNORM = "rmsnorm"
 MHC_POST = "mhc.mhc_post"
 MHC_PRE = "mhc.mhc_pre_big_fuse"
+TOP_K = "top_k_ragged_transform"
+MOST_PICKS = 2048  # of `top_k`, by the kernel that may be captured
 
 
 def one_batch(arguments: Mapping[str, Any]) -> str | None:
@@ -113,6 +115,25 @@ def mhc_pre(
         parts, squares, streams, scale, base, width, **epsilons, mhc_post_mult_value=2.0, sinkhorn_repeat=20, num_splits=parts.shape[0]
     )
     return post, comb, y
+
+
+def top_k(scores: Tensor, lengths: Tensor, starts: Tensor | None, k: int) -> Tensor:
+    """The k largest of each row's window, ties to the smaller column, in an order of its own that does not change from run to run.
+
+    It takes NaN for the largest number, -0 for less than 0, and minus infinity for a number.
+
+    Args:
+        scores: [rows, n], fp32, last stride 1.
+        lengths, starts: int32 [rows], windows within a row; starts None for 0.
+        k: at most MOST_PICKS.
+
+    Returns:
+        int32 [rows, k]: columns counted from the window's first, -1 for those that a short window lacks.
+    """
+    options = {"deterministic": True, "tie_break": 1, "dsa_graph_safe": scores.is_cuda and torch.cuda.is_current_stream_capturing()}
+    call = LIBRARY.function(TOP_K)
+    result: Tensor = call(scores, torch.zeros_like(lengths), lengths, k, **options, row_starts=starts)
+    return result
 
 
 def _unfit(version: str) -> str | None:
@@ -209,6 +230,19 @@ def _probe_mhc_pre(device: torch.device) -> str | None:
     return known_answer(thousandths, [as_bytes(part, torch.int32) for part in numbers], device)
 
 
+def _probe_top_k(device: torch.device) -> str | None:
+    # Row r has 4096 distinct scores, and in it window and answer: the 8 largest; 4 of 8 equal ones, the first; all 3 that there are.
+    scores = -torch.arange(4096.0).repeat(3, 1)
+    scores[0, 100:4000:500] = torch.arange(1.0, 9.0)
+    scores[1, 7:4096:512] = 5.0
+    scores[1, 4000:4004] = 6.0
+    lengths = torch.tensor([4000, 4096, 3], dtype=torch.int32, device=device)
+    starts = torch.tensor([96, 0, 1000], dtype=torch.int32, device=device)
+    expected = [*range(4, 3904, 500), 7, 519, 1031, 1543, 4000, 4001, 4002, 4003, -1, -1, -1, -1, -1, 0, 1, 2]
+    want = as_bytes(expected, torch.int32)
+    return known_answer(lambda: (top_k(scores.to(device), lengths, starts, 8).sort(1).values,), (want,), device)
+
+
 LIBRARY = Library(
     name="flashinfer",
     module="flashinfer",
@@ -222,6 +256,7 @@ LIBRARY = Library(
         RMSNORM: _probe_rmsnorm,
         MHC_POST: _probe_mhc_post,
         MHC_PRE: _probe_mhc_pre,
+        TOP_K: _probe_top_k,
     },
     devices=cuda_from(9, 0),
 )
