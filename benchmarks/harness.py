@@ -15,33 +15,48 @@ MEASUREMENTS = 5
 CALLS = 20  # of a graph, at least
 COPIES = 1024  # of an input, at most: inputs below 60 kB stay in the cache of an H200
 
+First = Tensor | tuple[Any, ...]  # a call's first argument: a tensor, or a NamedTuple with some
 
-def microseconds(run: Callable[[Tensor], Any], first: Tensor) -> tuple[float | None, float]:
+
+def microseconds(run: Callable[[Any], Any], first: First) -> tuple[float | None, float]:
     """Device time of one `run`, None on the CPU, and the host's time to issue it."""
-    if not first.is_cuda:
+    if not tensors(first)[0].is_cuda:
         return None, host_microseconds(partial(run, first))
     inputs = rotating(first)
     return device_microseconds(run, inputs, calls=max(CALLS, len(inputs))), host_microseconds(partial(run, first))
 
 
-def rotating(tensor: Tensor) -> list[Tensor]:
-    """A tensor and as many copies of it as make reading them in turn miss the L2 cache."""
-    cache = torch.cuda.get_device_properties(tensor.device).L2_cache_size
-    return [tensor, *(duplicate(tensor) for _ in range(min(3 * cache // max(tensor.nbytes, 1), COPIES)))]
+def rotating(first: First) -> list[First]:
+    """An argument and as many copies of it as make reading them in turn miss the L2 cache."""
+    parts = tensors(first)
+    cache = torch.cuda.get_device_properties(parts[0].device).L2_cache_size
+    return [first, *(duplicate(first) for _ in range(min(3 * cache // max(nbytes(*parts), 1), COPIES)))]
 
 
-def duplicate(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, padded ones too."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def duplicate(value: Any) -> Any:
+    """A value with copies of its tensors, which have the same strides, padded ones too; what is no tensor stays."""
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    if not isinstance(value, tuple):
+        return value
+    parts = map(duplicate, value)
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
-def device_microseconds(run: Callable[[Tensor], Any], inputs: Sequence[Tensor], *, calls: int) -> float:
+def tensors(value: Any) -> tuple[Tensor, ...]:
+    """The tensors of a value: itself, or those in a tuple and the tuples in it, where anything else may stand too."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return tuple(tensor for part in value for tensor in tensors(part)) if isinstance(value, tuple) else ()
+
+
+def device_microseconds(run: Callable[[Any], Any], inputs: Sequence[First], *, calls: int) -> float:
     """Median device time of one `run`, from replays of a CUDA graph of `calls` of them that takes the inputs in turn."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for tensor in inputs:
-            run(tensor)
+        for given in inputs:
+            run(given)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.case import Case
-from benchmarks.harness import host_microseconds, microseconds, nbytes
+from benchmarks.harness import First, host_microseconds, microseconds, nbytes, tensors
 from dsv4 import fast
 from dsv4.parity import contracts
 from dsv4.parity.compare import Comparison, compare_bound, compare_choice
@@ -29,7 +29,8 @@ from dsv4.parity.trial import compare_output_bytes
 from dsv4.types import ArgumentError
 
 COMPONENTS = (  # each a module of this package
-    "codecs", "compressor", "eplb", "hyper_connections", "kv_cache", "norms", "quantization", "rotary", "routing", "scales",
+    "attention", "codecs", "compressor", "eplb", "hyper_connections", "indexer", "kv_cache", "norms", "quantization", "rotary", "routing",
+    "scales",
 )  # fmt: skip
 LIBRARIES = ("deepgemm", "flashinfer", "flashmla")
 
@@ -71,7 +72,7 @@ def _of_case(case: Case, device: torch.device, backends: Collection[str]) -> Ite
     twin, reference = (getattr(import_module(f"dsv4.{side}.{component}"), name) for side in ("fast", "reference"))
     first = case.args[0]
     expected = case.call(reference, first)
-    moved = nbytes(*_tensors(expected)) + (nbytes(*_tensors((*case.args, *case.options.values()))) if case.read is None else case.read)
+    moved = nbytes(*tensors(expected)) + (nbytes(*tensors((*case.args, *case.options.values()))) if case.read is None else case.read)
     limits = _copies(moved, device) if case.limit is None else {case.limit[0]: partial(microseconds, case.limit[1], first)}
     limits = {f"limit: {what}": measure() for what, measure in limits.items()}
     line = partial(_line, case, moved, min(host if on_device is None else on_device for on_device, host in limits.values()))
@@ -110,7 +111,7 @@ def _checked(
     return _timed(line, what, run, case.args[0]) if wrong is None else line(what, note=f"not timed: {wrong}")
 
 
-def _timed(line: Callable[..., Line], what: str, run: Callable[[Tensor], Any], first: Tensor) -> Line:
+def _timed(line: Callable[..., Line], what: str, run: Callable[[Any], Any], first: First) -> Line:
     try:
         return line(what, *microseconds(run, first))
     except Exception as error:  # a library may refuse a size, or a capture, in any way; the other lines are still worth having
@@ -135,12 +136,7 @@ def _copies(moved: int, device: torch.device) -> dict[str, Callable[[], tuple[fl
     return {"a copy": partial(microseconds, target.copy_, source), **(by_kernel if device.type == "cuda" else {})}
 
 
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    parts = (result,) if isinstance(result, Tensor) else tuple(result)
-    return tuple(part for part in parts if isinstance(part, Tensor))
-
-
-def _unfit(case: Case, run: Callable[[Tensor], Any], expected: Any) -> str | None:
+def _unfit(case: Case, run: Callable[[Any], Any], expected: Any) -> str | None:
     """Why an implementation is not timed on a case; None if it is."""
     try:
         actual = run(case.args[0])

@@ -6,7 +6,7 @@ Options are string enums: a function that takes `scale_layout` accepts `ScaleLay
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -295,3 +295,39 @@ class AttentionResult(NamedTuple):
 
     output: Tensor  # bf16 [tokens, heads, dim]
     lse: Tensor  # fp32 [tokens, heads]
+
+
+class AttentionPlan(Protocol):
+    """Calls of `decode_attention` or `prefill_attention` up to a size, prepared."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the plan holds."""
+
+    @property
+    def backend(self) -> str:
+        """Who runs it."""
+
+    @property
+    def splits(self) -> int:
+        """Into how many parts a token's picks are split; 0 where a library decides."""
+
+    @property
+    def reason(self) -> str:
+        """Why this backend."""
+
+    def run(
+        self,
+        q: Tensor,
+        main: PagedRows,
+        slots: Tensor,
+        sink: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        extra: PagedRows | None = None,
+        extra_slots: Tensor | None = None,
+        extra_lengths: Tensor | None = None,
+        scale: float | None = None,
+        out: AttentionResult | None = None,
+    ) -> AttentionResult:
+        """One call, into `out` where it is given."""

@@ -12,17 +12,20 @@ from torch import Tensor
 
 from benchmarks import routing, suite
 from benchmarks.case import Case
-from benchmarks.harness import duplicate
+from benchmarks.harness import duplicate, tensors
 from dsv4 import cli
 from dsv4.fast import dispatch
+from dsv4.types import IndexKeys, PagedRows
 
 CPU = torch.device("cpu")
 PART_OF_ANOTHER = {"scales.zero_pad_rows_"}  # zero_pad_rows with out=
 ONE_OF_EACH = {
+    "attention": ("window_indices", 1, 0),
     "codecs": ("unpack_fp4", 1, 0),
     "compressor": ("project", 5, 5),
     "eplb": ("map_to_physical", 5, 0),
     "hyper_connections": ("expand", 1, 0),
+    "indexer": ("store_index_keys", 2, 0),
     "kv_cache": ("page_slots", 1, 0),
     "norms": ("hadamard", 2, 0),
     "quantization": ("quantize_mxfp4", 1, 0),
@@ -134,6 +137,21 @@ def test_a_named_limit_takes_the_place_of_the_copy() -> None:
     limit, line, _ = eager(case)
     assert (limit.what, limit.gb_s, limit.of_limit) == ("limit: an empty kernel", None, 1.0)
     assert line.of_limit == pytest.approx(limit.host_us / line.host_us)
+
+
+def test_a_first_argument_may_be_several_tensors() -> None:
+    """Keys of codes and scales are copied as what they are, pages of another argument too, and count with all their bytes."""
+    rows = PagedRows(torch.arange(6, dtype=torch.uint8).view(2, 3), "v4", 3)
+    keys = IndexKeys(torch.arange(6, dtype=torch.uint8).view(3, 2), torch.arange(3.0))
+    copy = duplicate((keys, rows, None))
+    assert [type(part) for part in copy] == [IndexKeys, PagedRows, type(None)]
+    assert [part.tolist() for part in tensors(copy)] == [part.tolist() for part in (*keys, rows.pages)]
+    assert not {part.data_ptr() for part in tensors(copy)} & {part.data_ptr() for part in (*keys, rows.pages)}
+    assert (copy[1].layout, copy[1].page_size) == ("v4", 3)
+    own = Case("indexer.load_index_keys", "", (keys, rows), {"more": keys}).fresh()
+    assert own.args[0] is keys
+    assert own.args[1].pages is not rows.pages
+    assert own.options["more"].codes is not keys.codes
 
 
 def test_copies_keep_padded_strides() -> None:

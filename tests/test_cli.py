@@ -22,7 +22,7 @@ from dsv4.fast.warmup import LIBRARIES
 from dsv4.parity import mutants
 
 ROOT = Path(dsv4.__file__).resolve().parents[1]
-COMPONENTS = "codecs, compressor, eplb, hyper_connections, kv_cache, norms, quantization, rotary, routing, scales"
+COMPONENTS = "attention, codecs, compressor, eplb, hyper_connections, indexer, kv_cache, norms, quantization, rotary, routing, scales"
 BACKEND_COLUMNS = [
     "component", "function", "backend", "version", "capability", "status", "reason", "deterministic", "batch-invariant", "graph-safe",
     "contract", "verified",
@@ -33,13 +33,19 @@ PROOFS = [
     ("sgl-deep-gemm", "fp8_gemm_nt"),
     ("sgl-deep-gemm", "fp8_gemm_nt 1d1d"),
     ("sgl-deep-gemm", "tf32_hc_prenorm_gemm"),
+    ("sgl-deep-gemm", "fp8_fp4_mqa_logits"),
+    ("sgl-deep-gemm", "fp8_fp4_mqa_logits fp4"),
+    ("sgl-deep-gemm", "fp8_fp4_paged_mqa_logits"),
     ("flashinfer", "block_scale_interleave"),
     ("flashinfer", "mxfp8_quantize"),
     ("flashinfer", "fused_moe.hash_topk"),
     ("flashinfer", "rmsnorm"),
     ("flashinfer", "mhc.mhc_post"),
     ("flashinfer", "mhc.mhc_pre_big_fuse"),
+    ("flashinfer", "top_k_ragged_transform"),
+    ("flashinfer", "mla.BatchMLAPagedAttentionWrapper"),
     ("sgl-flash-mla", "flash_mla_sparse_fwd"),
+    ("sgl-flash-mla", "flash_mla_with_kvcache"),
 ]
 
 
@@ -140,7 +146,10 @@ def test_plain_text_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch
         (("bench", "scales", "--tokens", "0"), "--tokens 0: must be at least 1"),
         (("bench", "scales", "--shape", "64x"), "--shape 64x: must be ROWSxCOLUMNS, both at least 1, such as 4096x384"),
         (("backends", "--json", "/dev/null/x"), "--json /dev/null/x: Not a directory"),
-        (("parity", "--mutants", "--json", "-", "--dsv4-component", "scale"), "no contract for component 'scale'; there are codecs, "),
+        (
+            ("parity", "--mutants", "--json", "-", "--dsv4-component", "scale"),
+            "no contract for component 'scale'; there are attention, codecs, ",
+        ),
     ],
 )
 def test_errors_name_what_there_is(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,16 @@ def test_device_rules(rule: dispatch.DeviceRule, allowed: set[Capability]) -> No
 DEEPGEMM_ON = {(9, 0), (10, 0), (10, 3), (10, 7), (12, 0)}  # not 12.1, where it faults
 FLASHINFER_ON = {(9, 0), (10, 0), (10, 3), (10, 7), (12, 0), (12, 1)}
 MXFP8_ON = {(10, 0), (10, 3), (10, 7), (12, 0), (12, 1)}  # empty below SM100
+FLASHMLA_ON = {(9, 0), (10, 0), (10, 3)}
+MLA_ON = {(9, 0), (12, 0), (12, 1)}  # FlashInfer's: bf16 rows on SM90, pages of V4.1 on SM120
 EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
+    "attention.decode_attention": ("triton", "eager", {"flashmla": FLASHMLA_ON, "flashinfer": MLA_ON}),
+    "attention.draft_attention": ("triton", "eager", {}),
+    "attention.merge_splits": ("triton", "eager", {}),
+    "attention.paged_attention": ("triton", "eager", {"flashmla": FLASHMLA_ON, "flashinfer": MLA_ON}),
+    "attention.prefill_attention": ("triton", "eager", {"flashmla": FLASHMLA_ON, "flashinfer": MLA_ON}),
+    "attention.sparse_attention": ("triton", "eager", {"flashmla": FLASHMLA_ON, "flashinfer": {(9, 0)}}),
+    "attention.window_indices": ("inductor", "inductor", {}),
     "codecs.decode_e2m1": ("inductor", "inductor", {}),
     "codecs.decode_e4m3": ("inductor", "inductor", {}),
     "codecs.decode_e5m2": ("inductor", "inductor", {}),
@@ -281,14 +290,14 @@ EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
     "routing.route_weights": ("inductor", "inductor", {}),
     "norms.hadamard": ("triton", "inductor", {}),
     "norms.head_rms_norm": ("triton", "inductor", {}),
-    "norms.rms_norm": ("triton", "inductor", {"flashinfer": FLASHINFER_ON}),
+    "norms.rms_norm": ("triton", "inductor", {}),
     "rotary.apply_rope": ("triton", "inductor", {}),
     "rotary.norm_rope": ("triton", "inductor", {}),
     "hyper_connections.boundary": ("triton", "inductor", {}),
     "hyper_connections.collapse": ("triton", "inductor", {}),
     "hyper_connections.expand": ("triton", "inductor", {}),
     "hyper_connections.head_collapse": ("triton", "inductor", {}),
-    "hyper_connections.mix_statistics": ("triton", "eager", {"deepgemm": {(9, 0), (10, 0), (10, 3), (10, 7)}}),
+    "hyper_connections.mix_statistics": ("triton", "eager", {}),
     "hyper_connections.split_mix": ("triton", "eager", {}),
     "kv_cache.convert_layout": ("triton", "inductor", {}),
     "kv_cache.load_kv": ("triton", "inductor", {}),
@@ -300,6 +309,18 @@ EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
     "compressor.compress_and_store": ("triton", "inductor", {}),
     "compressor.compression_plan": ("triton", "eager", {}),
     "compressor.project": ("triton", "eager", {}),
+    "indexer.candidate_blocks": ("triton", "inductor", {}),
+    "indexer.index_keys": ("triton", "inductor", {}),
+    "indexer.index_logits": ("triton", "eager", {"deepgemm": DEEPGEMM_ON}),
+    "indexer.index_queries": ("triton", "inductor", {}),
+    "indexer.load_index_keys": ("triton", "eager", {}),
+    "indexer.paged_index_logits": ("triton", "eager", {"deepgemm": {(9, 0)}}),
+    "indexer.restrict_to_blocks": ("triton", "eager", {}),
+    "indexer.select_candidates": ("triton", "inductor", {"deepgemm": DEEPGEMM_ON}),
+    "indexer.select_entries": ("triton", "inductor", {"deepgemm": DEEPGEMM_ON}),
+    "indexer.select_topk": ("triton", "inductor", {"flashinfer": FLASHINFER_ON}),
+    "indexer.store_index_keys": ("triton", "eager", {}),
+    "indexer.visible_entries": ("triton", "eager", {}),
 }
 ARGUMENTS = {"scales": torch.zeros(128, 4, dtype=torch.uint8)}
 

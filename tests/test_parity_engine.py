@@ -541,7 +541,7 @@ def test_known_failures(pytester):
         (["--dsv4-impl", "codecs.nothing=os:getcwd"], "*no function with a contract; codecs has decode_e4m3,*"),
         (["--dsv4-impl", "codecs.decode_e2m1=no_such_module:f"], "*cannot import 'no_such_module'*"),
         (["--dsv4-impl", "codecs.decode_e2m1=os:sep"], "*is not a callable*"),
-        (["--dsv4-impl", "nothing.decode=os:sep"], "*--dsv4-impl nothing: no contract; components: codecs,*"),
+        (["--dsv4-impl", "nothing.decode=os:sep"], "*--dsv4-impl nothing: no contract; components: attention, codecs,*"),
         (["--dsv4-report", "report.txt"], "*must end in .json, .md or .html*"),
     ],
 )

@@ -276,22 +276,25 @@ def other_block(a: Any, b: Any, d: Tensor, c: None, recipe: Any) -> None:
     product(a, (b[0], b[1].flip(0)), d, c, recipe)
 
 
-def softmax(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, sink: Tensor, *, use_legacy: bool) -> tuple[Tensor, None, None]:
+def softmax(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, sink: Tensor, *, use_legacy: bool
+) -> tuple[Tensor, None, Tensor]:
     """FlashMLA's sparse attention, row by row, in fp64."""
     assert use_legacy
-    out = torch.zeros_like(q)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2])
     for row, picks in enumerate(indices[:, 0].tolist()):
         keys = kv[[pick for pick in picks if pick >= 0], 0].double()
         logits = torch.cat([scale * q[row].double() @ keys.T, sink.double()[:, None]], 1)
+        lse[row] = logits[:, :-1].logsumexp(1)
         out[row] = (logits.softmax(1)[:, :-1] @ keys)[:, :d_v].to(q.dtype)
-    return out, None, None
+    return out, None, lse
 
 
-def without_sink(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, sink: Tensor, **rest: bool) -> tuple[Tensor, None, None]:
+def without_sink(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, sink: Tensor, **rest: bool) -> tuple[Tensor, None, Tensor]:
     return softmax(q, kv, indices, scale, d_v, sink - 1e9, **rest)
 
 
-def unmasked(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, sink: Tensor, **rest: bool) -> tuple[Tensor, None, None]:
+def unmasked(q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, sink: Tensor, **rest: bool) -> tuple[Tensor, None, Tensor]:
     return softmax(q, kv, indices.clamp(min=0), scale, d_v, sink, **rest)
 
 
@@ -341,14 +344,14 @@ def test_probes(case: str, world: World, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_proofs_of_a_device_that_a_library_does_not_take(world: World) -> None:
     world.install(flashmla.LIBRARY, "1.0.0", flash_mla_sparse_fwd=softmax)
-    (proof,) = (proof for proof in prove(OTHER_CARD) if proof.library == "sgl-flash-mla")
-    assert (proof.state, proof.reason) == ("not usable", "wants a CUDA device of capability 9.0, this is SM120")
+    for proof in (proof for proof in prove(OTHER_CARD) if proof.library == "sgl-flash-mla"):
+        assert (proof.state, proof.reason) == ("not usable", "wants a CUDA device of capability 9.0, 10.0, 10.3, this is SM120")
 
 
 def test_proofs_can_be_looked_up_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashmla.LIBRARY, "devices", any_device)
     world.install(flashmla.LIBRARY, "1.0.0", flash_mla_sparse_fwd=lambda *arguments, **more: pytest.fail("was called"))
-    (proof,) = (proof for proof in prove(CPU, try_them=False) if proof.library == "sgl-flash-mla")
+    (proof,) = (proof for proof in prove(CPU, try_them=False) if proof.function == flashmla.SPARSE_FORWARD)
     assert (proof.state, proof.reason) == ("not tried", "")
 
 

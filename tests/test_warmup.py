@@ -9,11 +9,13 @@ import torch
 from dsv4.configs import V4_FLASH, V4_FLASH_0731, V4_PRO, V41_FLASH, ModelConfig
 from dsv4.fast import (
     WarmupReport,
+    attention,
     compiled,
     compressor,
     dispatch,
     eplb,
     hyper_connections,
+    indexer,
     kv_cache,
     norms,
     quantization,
@@ -25,7 +27,7 @@ from dsv4.fast import (
 from dsv4.fast.adapters import flashmla
 from dsv4.fast.warmup import counted
 from dsv4.fast.warmup_calls import CALLS
-from dsv4.types import ArgumentError
+from dsv4.types import ArgumentError, PagedRows
 
 CPU = torch.device("cpu")
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a GPU"))]
@@ -60,6 +62,9 @@ def serve(tokens: int, device: str) -> None:
     routing.route(logits, 6, scale=1.5, token_ids=ids, table=table)
     serve_streams(tokens, device)
     serve_cache(tokens, device)
+    for format in ("fp4", "fp8"):
+        serve_indexer(tokens, format, device)
+    serve_attention(tokens, device)
 
 
 def serve_streams(tokens: int, device: str) -> None:
@@ -96,10 +101,42 @@ def serve_cache(tokens: int, device: str) -> None:
         compressor.compress_and_store(*rows, state, starts, offsets, kv[0], table, pages, entries, **more)
 
 
+def serve_indexer(tokens: int, format: str, device: str) -> None:
+    positions = torch.arange(tokens, device=device)
+    ends = indexer.visible_entries(positions, ratio=4)
+    table = rotary.rope_table(rotary.rope_frequencies(160000.0, device=device), 512)
+    q, w, x = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((tokens, 64, 128), (tokens, 64), (tokens, 128)))
+    options = {"format": format, "hadamard": True}
+    queries = indexer.index_queries(q, w, table, positions, **options)
+    keys = indexer.index_keys(x, table, positions, weight=x[0], eps=1e-6, **options)
+    at = {"format": format, "page_size": 64}
+    pages = torch.zeros(-(-tokens // 64), 64 * (68 if format == "fp4" else 132), dtype=torch.uint8, device=device)
+    indexer.store_index_keys(keys, pages, positions, **at)
+    keys = indexer.load_index_keys(pages, positions, **at, dim=128)
+    indexer.select_entries(queries, keys, ends, 512)
+    blocks, requests = torch.arange(len(pages), dtype=torch.int32, device=device)[None], torch.zeros_like(ends)
+    for width in (tokens, 700, 5000, 40000):
+        logits = indexer.paged_index_logits(queries, pages, blocks, requests, ends, **at, width=width)
+        indexer.select_topk(logits, 512, ends=ends, order="index")
+        indexer.select_topk(logits, 512, ends=ends, order="index", block_table=blocks, requests=requests, page_size=64)
+    logits = indexer.index_logits(queries, keys, starts=requests, ends=ends)
+    indexer.select_topk(logits, 512, starts=requests, ends=ends, order="index")
+
+
+def serve_attention(tokens: int, device: str) -> None:
+    q = torch.randn(tokens, 64, 512, device=device).to(torch.bfloat16)
+    window = attention.window_indices(torch.arange(tokens, device=device))
+    main, extra = (PagedRows(torch.zeros(4, 584 * size + 4096, dtype=torch.uint8, device=device), "v4", size) for size in (256, 64))
+    more = {"extra": extra, "extra_slots": torch.full((tokens, 512), -1, dtype=torch.int32, device=device)}
+    for function in (attention.decode_attention, attention.prefill_attention):
+        function(q, main, window, torch.zeros(64, device=device), **more)
+        function(q, main, window, torch.zeros(64, device=device))
+
+
 def test_afterwards_nothing_compiles(warmed: tuple[str, WarmupReport]) -> None:
     device, report = warmed
     if device == "cpu":  # Triton keeps what earlier tests of this process have compiled
-        assert sum(call.graphs for call in report.calls) == 33
+        assert sum(call.graphs for call in report.calls) == 39
     with counted() as count:
         for tokens in (1, 2, 16, 129, 300):
             serve(tokens, device)
@@ -125,7 +162,7 @@ def test_the_report(warmed: tuple[str, WarmupReport]) -> None:
     names = [call.call for call in report.calls]
     assert "quantization: quantize_fp8, dequantize [4096] 128 ue8m0 packed, 3 tokens" in names
     assert "routing: route 256 experts by token, 3 tokens" in names
-    assert len({proof.function for proof in report.proofs}) == 12
+    assert len({proof.function for proof in report.proofs}) == 18
     assert report.seconds >= sum(call.seconds for call in report.calls)
     if device == "cpu":
         assert {proof.state for proof in report.proofs} == {"not usable"}

@@ -4,19 +4,34 @@
 `warmup()` compiles and proves what a model needs before it serves.
 """
 
-from dsv4.fast import codecs, compressor, eplb, hyper_connections, kv_cache, norms, quantization, rotary, routing, scales
+from dsv4.fast import (
+    attention,
+    codecs,
+    compressor,
+    eplb,
+    hyper_connections,
+    indexer,
+    kv_cache,
+    norms,
+    quantization,
+    rotary,
+    routing,
+    scales,
+)
 from dsv4.fast.dispatch import BackendStatus, backends, explain, use
 from dsv4.fast.warmup import WarmupReport, warmup
 
 __all__ = [
     "BackendStatus",
     "WarmupReport",
+    "attention",
     "backends",
     "codecs",
     "compressor",
     "eplb",
     "explain",
     "hyper_connections",
+    "indexer",
     "kv_cache",
     "norms",
     "quantization",

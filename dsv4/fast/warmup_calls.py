@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4.configs import ModelConfig
-from dsv4.fast import compressor, hyper_connections, kv_cache, norms, quantization, rotary, routing, scales
-from dsv4.formats import KV_LAYOUTS
+from dsv4.fast import attention, compressor, hyper_connections, indexer, kv_cache, norms, quantization, rotary, routing, scales
+from dsv4.fast.attention_engines import Sizes, tokens_of_splits
+from dsv4.formats import INDEX_LAYOUTS, KV_LAYOUTS
 from dsv4.rope_tables import rope_frequencies, rope_table
+from dsv4.types import IndexKeys, IndexQueries, PagedRows
 
 Call = tuple[str, Callable[[], Any]]
+
+LEAST_SELECTED = 256  # entries: fewer have no kernels of their own
+MANY = 4096  # keys of a store that looks for the last of a slot in another way than those of few
 
 
 def _widths(config: ModelConfig) -> list[int]:
@@ -213,6 +219,154 @@ def _compressor(config: ModelConfig, tokens: int, device: torch.device) -> Itera
                     yield f"compress_and_store {label} {layout}", partial(whole, **at)
 
 
+def _index_ratios(config: ModelConfig) -> list[int]:
+    """Tokens of the entries that have an indexer."""
+    return sorted({config.compress_ratios[layer] for layer in config.index_source_layer_ids})
+
+
+def _index_pages(config: ModelConfig) -> list[int]:
+    """Entries in a page of their caches: those of 256 tokens."""
+    return [256 // ratio for ratio in _index_ratios(config)]
+
+
+def _indexer(config: ModelConfig, tokens: int, device: torch.device) -> Iterator[Call]:
+    """What tokens see of each ratio; codes, pages, logits and picks in both formats; and selections (spec A 5)."""
+    positions = torch.arange(tokens, device=device)
+    for ratio in sorted(set(config.compress_ratios) - {0}):
+        yield f"visible_entries {ratio}", partial(indexer.visible_entries, positions, ratio=ratio)
+    table = rope_table(rope_frequencies(config.compress_rope_theta, config.qk_rope_head_dim, device=device), tokens)
+    q = torch.zeros(tokens, config.index_n_heads, config.index_head_dim, dtype=torch.bfloat16, device=device)
+    x, weights = q[:, 0].contiguous(), q[..., 0].contiguous()
+    norm: dict[str, Any] = {"weight": torch.zeros_like(x[0]), "eps": config.rms_norm_eps}
+    for format in INDEX_LAYOUTS:
+        options: dict[str, Any] = {"format": format, "hadamard": config.index_hadamard}
+        codes = partial(indexer.index_queries, q, weights, table, positions, **options)
+        yield f"index_keys {format}", partial(indexer.index_keys, x, table, positions, **norm, **options)
+        for dtype in (torch.float32, torch.bfloat16) if format == "fp4" else (torch.float32,):
+            name = "fp32" if dtype == torch.float32 else "bf16"
+            yield f"index_queries {format}, weights {name}", partial(codes, weight_dtype=name)
+            yield from _index_scores(config, format, f"{format}, weights {name}", weights.to(dtype), device)
+        yield from _index_cache(config, format, tokens, device)
+    yield from _selections(config, device)
+
+
+def _index_codes(config: ModelConfig, format: str, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes and scales of queries or keys."""
+    kind, fp8 = INDEX_LAYOUTS[format], format == "fp8"
+    codes = torch.zeros(*shape, kind.data_bytes(config.index_head_dim), dtype=torch.uint8, device=device)
+    scales = torch.zeros(shape, dtype=torch.float32 if fp8 else torch.int32, device=device)
+    return codes.view(torch.float8_e4m3fn) if fp8 else codes, scales
+
+
+def _index_scores(config: ModelConfig, format: str, label: str, weights: Tensor, device: torch.device) -> Iterator[Call]:
+    """Logits of rows and of pages, and the chains that select as well."""
+    (tokens, heads), entries = weights.shape, config.index_topk
+    codes, scales = _index_codes(config, format, (tokens, heads), device)
+    queries = IndexQueries(codes, None if format == "fp8" else scales, weights)
+    keys = IndexKeys(*_index_codes(config, format, (entries,), device))
+    ends = torch.full((tokens,), entries, dtype=torch.int32, device=device)
+    requests = torch.zeros_like(ends)
+    for starts in (None, requests):
+        named = label if starts is None else f"{label}, with starts"
+        yield f"index_logits {named}", partial(indexer.index_logits, queries, keys, starts=starts, ends=ends)
+    for size in _index_pages(config):
+        width = size * INDEX_LAYOUTS[format].token_bytes(config.index_head_dim)
+        pages = torch.zeros(-(-entries // size), width, dtype=torch.uint8, device=device)
+        blocks = torch.arange(len(pages), dtype=torch.int32, device=device)[None]
+        paged = partial(indexer.paged_index_logits, queries, pages, blocks, requests, ends, format=format, page_size=size, width=entries)
+        yield f"paged_index_logits {label}, pages of {size}", paged
+    yield f"select_entries {label}", partial(indexer.select_entries, queries, keys, ends, config.index_topk)
+    if config.candidate_block_size is not None and config.candidate_topk_blocks is not None:
+        block, count = config.candidate_block_size, config.candidate_topk_blocks
+        found = torch.zeros(tokens, min(count, -(-entries // block)), dtype=torch.int32, device=device)
+        yield f"select_candidates {label}", partial(indexer.select_candidates, queries, keys, ends, block=block, count=count)
+        among = partial(indexer.select_entries, queries, keys, ends, config.index_topk, candidates=found, block=block)
+        yield f"select_entries {label}, of candidates", among
+
+
+def _index_cache(config: ModelConfig, format: str, tokens: int, device: torch.device) -> Iterator[Call]:
+    """Keys into pages, few and, on CUDA, many at a time, and out of them."""
+    for size in _index_pages(config):
+        at: dict[str, Any] = {"format": format, "page_size": size}
+        for count in (tokens, MANY) if device.type == "cuda" else (tokens,):
+            slots = torch.arange(count, device=device)
+            width = size * INDEX_LAYOUTS[format].token_bytes(config.index_head_dim)
+            pages = torch.zeros(-(-count // size), width, dtype=torch.uint8, device=device)
+            keys = IndexKeys(*_index_codes(config, format, (count,), device))
+            yield f"store_index_keys {format}, pages of {size}, {count} keys", partial(indexer.store_index_keys, keys, pages, slots, **at)
+        load = partial(indexer.load_index_keys, pages, slots, dim=config.index_head_dim, **at)
+        yield f"load_index_keys {format}, pages of {size}", load
+
+
+def _selections(config: ModelConfig, device: torch.device) -> Iterator[Call]:
+    """Picks of one token. On CUDA a kernel is made for a power of two of entries, and above 16384 for one of what their pieces leave."""
+    most = config.max_position_embeddings // min(_index_ratios(config)) if device.type == "cuda" else LEAST_SELECTED
+    for entries in (2**power for power in range(LEAST_SELECTED.bit_length() - 1, most.bit_length())):
+        logits, ends = torch.zeros(1, entries, device=device), torch.full((1,), entries, dtype=torch.int32, device=device)
+        picks, first = partial(indexer.select_topk, logits, config.index_topk, ends=ends), torch.zeros_like(ends)
+        yield f"select_topk of {entries}, with starts", partial(picks, starts=first, order="index")
+        for order in ("index", "score"):
+            yield f"select_topk of {entries} by {order}", partial(picks, order=order)
+            for size in _index_pages(config):
+                table = torch.zeros(1, -(-entries // size), dtype=torch.int32, device=device)
+                at: dict[str, Any] = {"block_table": table, "requests": first, "page_size": size}
+                yield f"select_topk of {entries} by {order}, slots in pages of {size}", partial(picks, order=order, **at)
+        if config.candidate_block_size is not None and config.candidate_topk_blocks is not None:
+            block, count = config.candidate_block_size, config.candidate_topk_blocks
+            found = torch.zeros(1, min(count, -(-entries // block)), dtype=torch.int32, device=device)
+            yield f"candidate_blocks of {entries}", partial(indexer.candidate_blocks, logits, ends, block=block, count=count)
+            yield f"restrict_to_blocks of {entries}", partial(indexer.restrict_to_blocks, logits, found, block=block)
+
+
+def _attention(config: ModelConfig, tokens: int, device: torch.device) -> Iterator[Call]:
+    """Over the window alone and with entries of each ratio, with lengths and without; decode in every number of splits; parts; drafts."""
+    heads, picks = config.num_attention_heads, (config.sliding_window, config.index_topk)
+    sizes = Sizes(1, heads, config.head_dim, picks, ("", ""), device, 1.0)
+    counts = {*tokens_of_splits(sizes), *tokens_of_splits(sizes._replace(picks=picks[:1]))} if device.type == "cuda" else {tokens}
+    most = max(*counts, tokens)
+    q = torch.zeros(most, heads, config.head_dim, dtype=torch.bfloat16, device=device)
+    sink, lengths = torch.zeros(heads, device=device), torch.ones(most, dtype=torch.int32, device=device)
+    window, entries = (torch.full((most, width), -1, dtype=torch.int32, device=device) for width in picks)
+    yield "window_indices", partial(attention.window_indices, lengths.long(), window=config.sliding_window)
+    parts = torch.zeros(2, tokens, heads, config.head_dim, device=device)
+    yield "merge_splits", partial(attention.merge_splits, parts, parts[..., 0].contiguous(), sink)
+
+    def rows(layout: str, page_size: int) -> PagedRows:
+        return PagedRows(torch.zeros(1, KV_LAYOUTS[layout].page_bytes(page_size), dtype=torch.uint8, device=device), layout, page_size)
+
+    pairs = (("v41", "v41_fp4"), ("v41_inline", "v41_fp4_inline")) if config.is_v41 else (("v4", "v4"),)
+    for main, layout in pairs:
+        pages = rows(main, 256)
+        others = [None, *(rows(layout, 256 // ratio) for ratio in sorted(set(config.compress_ratios) - {0}))]
+        for extra, (name, function), with_lengths in product(
+            others, (("decode", attention.decode_attention), ("prefill", attention.prefill_attention)), (False, True)
+        ):
+            for count in sorted(counts) if name == "decode" else (tokens,):
+                more: dict[str, Any] = {} if extra is None else {"extra": extra, "extra_slots": entries[:count]}
+                if with_lengths:
+                    more |= {"lengths": lengths[:count], **({} if extra is None else {"extra_lengths": lengths[:count]})}
+                words = [name, main, *((layout, str(extra.page_size)) if extra else ()), *(("with lengths",) if with_lengths else ())]
+                yield f"{' '.join(words)}, {count}", partial(function, q[:count], pages, window[:count], sink, **more)
+        for mode in ("decode", "prefill"):
+            yield f"plan {mode} {main}", partial(_planned, mode, q[:tokens], pages, window[:tokens], sink, others[-1], entries[:tokens])
+        if config.dspark is not None:
+            block = config.dspark.block_size
+            whole = -(-tokens // block) * block
+            given = torch.zeros(whole, heads, config.head_dim, dtype=torch.bfloat16, device=device)
+            slots = torch.full((whole, config.sliding_window), -1, dtype=torch.int32, device=device)
+            yield f"draft {main}", partial(attention.draft_attention, given, given[:, 0], pages, slots, sink, block=block)
+
+
+def _planned(mode: str, q: Tensor, main: PagedRows, slots: Tensor, sink: Tensor, extra: PagedRows | None, entries: Tensor) -> None:
+    """A plan for one call, and the call."""
+    more: dict[str, Any] = {}
+    if extra is not None:
+        more = {"extra_picks": entries.shape[1], "extra_layout": extra.layout, "extra_page_size": extra.page_size}
+    given: dict[str, Any] = {"tokens": len(q), "heads": q.shape[1], "picks": slots.shape[1], "dim": q.shape[2], "device": q.device}
+    plan = attention.plan_attention(mode, layout=main.layout, page_size=main.page_size, **given, **more)
+    plan.run(q, main, slots, sink, extra=extra, extra_slots=None if extra is None else entries)
+
+
 # Codecs are parts of quantisers, and eplb of the router, for placements that a server chooses: a model calls neither by itself.
 CALLS: dict[str, Callable[[ModelConfig, int, torch.device], Iterator[Call]]] = {
     "quantization": _quantization,
@@ -223,4 +377,6 @@ CALLS: dict[str, Callable[[ModelConfig, int, torch.device], Iterator[Call]]] = {
     "hyper_connections": _hyper_connections,
     "kv_cache": _kv_cache,
     "compressor": _compressor,
+    "indexer": _indexer,
+    "attention": _attention,
 }
