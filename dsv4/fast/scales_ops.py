@@ -59,7 +59,7 @@ _operator(
         deepgemm.pack_ue8m0,
         library=deepgemm.LIBRARY,
         symbol=deepgemm.PACK,
-        verified=(),
+        verified=("SM90",),
     ),
 )
 _operator(
@@ -78,7 +78,7 @@ _operator(
         deepgemm.align_mn_major,
         library=deepgemm.LIBRARY,
         symbol=deepgemm.ALIGN,
-        verified=(),
+        verified=("SM90",),
     ),
 )
 _operator(
