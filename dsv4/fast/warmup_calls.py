@@ -24,7 +24,7 @@ from dsv4.types import IndexKeys, IndexQueries, PagedRows
 Call = tuple[str, Callable[[], Any]]
 
 LEAST_SELECTED = 256  # entries: fewer have no kernels of their own
-MANY = 4096  # keys of a store that looks for the last of a slot in another way than those of few
+MANY = 4096  # rows of a store that looks for the last of a slot in another way than those of few
 
 
 def _widths(config: ModelConfig) -> list[int]:
@@ -168,21 +168,24 @@ def _hyper_connections(config: ModelConfig, tokens: int, device: torch.device) -
 
 def _kv_cache(config: ModelConfig, tokens: int, device: torch.device) -> Iterator[Call]:
     """Rows into the caches of the window and of each ratio, with and without norm and rotation, and back (spec A 3.2 to 3.5)."""
-    kv, weight = (torch.zeros(*shape, config.head_dim, dtype=torch.bfloat16, device=device) for shape in ((tokens,), ()))
-    numbers = torch.arange(tokens, device=device)
+    counts = (tokens, MANY) if device.type == "cuda" else (tokens,)
+    kv, weight = (torch.zeros(*shape, config.head_dim, dtype=torch.bfloat16, device=device) for shape in ((max(counts),), ()))
+    numbers = torch.arange(max(counts), device=device)  # those behind the last slot and the table are absent
     table = rope_table(rope_frequencies(config.rope_theta, config.qk_rope_head_dim, device=device), tokens)
     sizes = sorted({256} | {256 // ratio for ratio in config.compress_ratios if ratio})
     for layout in ("v41", "v41_fp4", "v41_inline", "v41_fp4_inline") if config.is_v41 else ("v4",):
         for size in sizes:
             pages = torch.zeros(-(-tokens // size), KV_LAYOUTS[layout].page_bytes(size), dtype=torch.uint8, device=device)
             at: dict[str, Any] = {"layout": layout, "page_size": size}
-            yield f"store_kv {layout}, pages of {size}", partial(kv_cache.store_kv, kv, pages, numbers, **at)
-            fused = partial(kv_cache.norm_rope_store_kv, kv, weight, table, numbers, pages, numbers)
-            yield f"norm_rope_store_kv {layout}, pages of {size}", partial(fused, eps=config.rms_norm_eps, **at)
-            yield f"load_kv {layout}, pages of {size}", partial(kv_cache.load_kv, pages, numbers, **at)
+            for count in counts:
+                rows, slots = kv[:count], numbers[:count]
+                yield f"store_kv {layout}, pages of {size}, {count} rows", partial(kv_cache.store_kv, rows, pages, slots, **at)
+                fused = partial(kv_cache.norm_rope_store_kv, rows, weight, table, slots, pages, slots)
+                yield f"norm_rope_store_kv {layout}, pages of {size}, {count} rows", partial(fused, eps=config.rms_norm_eps, **at)
+            yield f"load_kv {layout}, pages of {size}", partial(kv_cache.load_kv, pages, numbers[:tokens], **at)
     blocks, requests = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.zeros(tokens, dtype=torch.int32, device=device)
     for size in sizes:
-        yield f"page_slots, pages of {size}", partial(kv_cache.page_slots, blocks, requests, numbers, page_size=size)
+        yield f"page_slots, pages of {size}", partial(kv_cache.page_slots, blocks, requests, numbers[:tokens], page_size=size)
 
 
 def _compressor(config: ModelConfig, tokens: int, device: torch.device) -> Iterator[Call]:
