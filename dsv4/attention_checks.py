@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from dsv4 import checks, kv_checks
 from dsv4.formats import KV_LAYOUT_PAIRS, KVLayout
 from dsv4.norm_checks import LARGEST_FP32
-from dsv4.types import ArgumentError, PagedRows
+from dsv4.types import ArgumentError, AttentionResult, PagedRows
 
 MODES = ("decode", "prefill")
 LARGEST_POSITION = 2**31 - 1  # window indices are int32
@@ -188,6 +189,20 @@ def window(positions: Tensor, size: int) -> None:
     """Arguments of `window_indices`."""
     checks.tensor("positions", positions, kv_checks.INDEX, ("tokens",))
     checks.at_least("window", size, 1)
+
+
+def results(out: AttentionResult, q: Tensor, floats: str = "bf16", lse_floats: str = "fp32") -> None:
+    """Buffers of results, both before either is written."""
+    if not isinstance(out, AttentionResult):
+        raise ArgumentError("out", type(out).__name__, "must be AttentionResult(output, lse)")
+    for name, buffer, dtype, shape in (("out.output", out.output, floats, q.shape), ("out.lse", out.lse, lse_floats, q.shape[:2])):
+        checks.tensor(name, buffer, dtype, tuple(shape))
+        checks.same_device(name, buffer, "q", q)
+        checks.writable(name, buffer)
+        if not buffer.is_contiguous():
+            raise ArgumentError(name, f"strides {buffer.stride()}", "must be contiguous")
+        if torch.is_grad_enabled() and buffer.requires_grad and buffer.is_leaf:
+            raise ArgumentError(name, "a tensor that requires grad", "cannot be updated in place", "Use detach(), or torch.no_grad()")
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,8 @@ def index_logits(
     """Arguments of `index_logits`, and the precision. `rows`: numbers in the place of codes are allowed, as numerics without codes make."""
     chosen = checks.choice("precision", precision, LogitPrecision)
     format, dim = _queries(queries, rows)
+    _is_keys(keys)
+    checks.tensor("ends", ends, INTEGERS)
     if rows and keys.codes.dtype == checks.DTYPES["fp64"]:
         checks.tensor("keys.codes", keys.codes, "fp64", ("entries", dim))
     elif _keys(keys, format) != dim:
@@ -154,15 +156,18 @@ def paged_index_logits(
     page_size: int,
     width: int,
     precision: str,
+    *,
+    rows: bool = False,
 ) -> tuple[LogitPrecision, IndexLayout, int]:
-    """Arguments of `paged_index_logits`: the precision, the layout, and numbers of a key."""
+    """Arguments of `paged_index_logits`: the precision, the layout, and numbers of a key. `rows`: as in `index_logits`."""
     chosen = checks.choice("precision", precision, LogitPrecision)
     layout = index_layout(format)
-    have, dim = _queries(queries, False)
+    have, dim = _queries(queries, rows)
     if have is not checks.choice("format", format, IndexFormat):
         raise ArgumentError("format", repr(str(format)), f"the queries are {have}")
     index_pages(pages, layout, dim, page_size)
     checks.at_least("width", width, 0)
+    checks.tensor("ends", ends, INTEGERS)
     _table(block_table, requests, queries.codes.shape[0])
     _ranges(queries.codes.shape[0], None, ends, "queries.codes", queries.codes)
     for name, tensor in (("pages", pages), ("block_table", block_table), ("requests", requests)):
@@ -201,6 +206,7 @@ def select_topk(
 def candidate_blocks(logits: Tensor, ends: Tensor, block: int, count: int, floats: Floats = ("fp32", "bf16")) -> None:
     """Arguments of `candidate_blocks`."""
     checks.tensor("logits", logits, floats, ("tokens", "entries"))
+    checks.tensor("ends", ends, INTEGERS)
     _ranges(logits.shape[0], None, ends, "logits", logits)
     checks.at_least("block", block, 1)
     checks.at_least("count", count, 1)
@@ -314,6 +320,8 @@ def _rotated(name: str, x: Tensor, table: Tensor, positions: Tensor) -> None:
 
 def _queries(queries: IndexQueries, rows: bool) -> tuple[IndexFormat, int]:
     """Queries as `index_queries` makes them: their format and dim."""
+    if not isinstance(queries, IndexQueries):
+        raise ArgumentError("queries", type(queries).__name__, "must be IndexQueries(codes, scales, weights)", "index_queries makes them")
     allowed = ("e4m3", "uint8", "fp64") if rows else ("e4m3", "uint8")
     codes = checks.tensor("queries.codes", queries.codes, allowed, ("tokens", "heads", "dim"))
     tokens, heads, width = codes.shape
@@ -332,6 +340,7 @@ def _queries(queries: IndexQueries, rows: bool) -> tuple[IndexFormat, int]:
 
 def _keys(keys: IndexKeys, format: IndexFormat) -> int:
     """Keys of this format, as `index_keys` makes them; numbers of a key."""
+    _is_keys(keys)
     fp4 = format is IndexFormat.FP4
     codes = checks.tensor("keys.codes", keys.codes, "uint8" if fp4 else "e4m3", ("entries", "dim"))
     checks.tensor("keys.scales", keys.scales, "int32" if fp4 else "fp32", (codes.shape[0],))
@@ -339,6 +348,11 @@ def _keys(keys: IndexKeys, format: IndexFormat) -> int:
     dim = codes.shape[1] * (2 if fp4 else 1)
     _dim("keys.codes", codes, dim, format)
     return dim
+
+
+def _is_keys(keys: object) -> None:
+    if not isinstance(keys, IndexKeys):
+        raise ArgumentError("keys", type(keys).__name__, "must be IndexKeys(codes, scales)", "index_keys makes them")
 
 
 def _ranges(tokens: int, starts: Tensor | None, ends: Tensor | None, name: str, other: Tensor) -> None:
@@ -349,7 +363,7 @@ def _ranges(tokens: int, starts: Tensor | None, ends: Tensor | None, name: str, 
 
 
 def _table(block_table: Tensor, requests: Tensor, tokens: int) -> None:
-    checks.tensor("block_table", block_table, INTEGERS, ("requests", "pages"))
+    checks.tensor("block_table", block_table, "int32", ("requests", "pages"))
     checks.tensor("requests", requests, INTEGERS, (tokens,))
 
 

@@ -445,6 +445,22 @@ def test_plans():
     assert all(row.usable and set(KV_LAYOUTS) <= set(row.layouts) for row in support)
 
 
+@pytest.mark.parametrize(("argument", "change"), [
+    ("out", tuple), ("out.output", lambda out: out._replace(output=out.output[:1])),
+    ("out.output", lambda out: out._replace(output=out.output.float())), ("out.lse", lambda out: out._replace(lse=None)),
+    ("out.lse", lambda out: out._replace(lse=out.lse.expand(2, 2, 4))), ("out.lse", lambda out: out._replace(lse=out.lse[:1].expand(2, 4))),
+    ("out.lse", lambda out: out._replace(lse=out.lse.T.contiguous().T)), ("out.lse", lambda out: out._replace(lse=out.lse.double())),
+    ("out.lse", lambda out: out._replace(lse=out.lse.requires_grad_())),
+])  # fmt: skip
+def test_buffers_that_do_not_fit_are_left_as_they_were(argument, change):
+    rows, slots = paged(draw(6, 512), "v4")
+    plan = attention.plan_attention("decode", tokens=2, heads=4, picks=6, layout="v4", page_size=4)
+    good = AttentionResult(torch.full((2, 4, 512), 7.0, dtype=torch.bfloat16), torch.full((2, 4), 7.0))
+    with pytest.raises(ArgumentError, match=rf"^{argument}: got "):
+        plan.run(draw(2, 4, 512), rows, slots[None].expand(2, 6), out=change(good))
+    assert all((buffer == 7.0).all() for buffer in good)
+
+
 def test_gradients():
     q, kv = (part.double().requires_grad_() for part in (draw(2, 2, 4), draw(5, 4, seed=1)))
     indices, sink = ints([0, 3, -1], [-1, -1, 7]), torch.tensor([0.3, -INF])

@@ -366,6 +366,26 @@ def test_wrong_arguments(argument, change):
     assert caught.value.argument == argument
 
 
+@pytest.mark.parametrize(("argument", "change"), [
+    ("out", tuple), ("out.lse", lambda out: out._replace(lse=out.lse[:1])),
+    ("out.lse", lambda out: out._replace(lse=out.lse.requires_grad_())), ("out.output", lambda out: out._replace(output=out.output.mT)),
+])  # fmt: skip
+def test_buffers_that_do_not_fit_are_left_as_they_were(argument, change):
+    plan = fast.plan_attention("decode", tokens=2, heads=3, picks=4, layout="v4", page_size=cache("v4", 2).page_size, device="cpu")
+    good = AttentionResult(torch.full((2, 3, 512), 7.0, dtype=torch.bfloat16), torch.full((2, 3), 7.0))
+    with pytest.raises(ArgumentError, match=rf"^{argument}: got "):
+        plan.run(queries(2, 3), cache("v4", 2), picks_of(8, 2, 4), out=change(good))
+    assert all((buffer == 7.0).all() for buffer in good)
+
+
+def test_a_plan_is_for_its_device():
+    main = cache("v4", 2)
+    plan = fast.plan_attention("decode", tokens=2, heads=3, picks=4, layout="v4", page_size=main.page_size, device="cpu")
+    away = main._replace(pages=main.pages.to("meta"))
+    with pytest.raises(ArgumentError, match=r"^q: got a tensor on meta; the plan is for cpu"):
+        plan.run(queries(2, 3).to("meta"), away, picks_of(8, 2, 4).to("meta"))
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="triton runs here")
 def test_a_backend_that_cannot_run_is_named():
     with pytest.raises(BackendUnavailable, match="wants a CUDA device"):

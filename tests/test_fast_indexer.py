@@ -380,11 +380,31 @@ def test_chunks_do_not_show(format, impl):
             assert torch.equal(fast.select_entries(queries, keys, ends, 40, candidates=some, **limits), want)
 
 
+@every_way
+@pytest.mark.parametrize("block", [6, 65, 2**40, 2**63 - 1])
+def test_blocks_longer_than_a_row(block, impl):
+    logits = torch.tensor([[1.0, NAN, -INF, 2.0, 0.0]], device=DEVICE).expand(3, 5)
+    ends, blocks = ints(5, 0, 2), ints(0, 1, -1)[:, None]
+    found = fast.candidate_blocks(logits, ends, block=block, count=3, impl=impl)
+    assert found.tolist() == [[0], [-1], [0]]
+    kept = fast.restrict_to_blocks(logits, blocks, block=block, impl="eager" if impl == "inductor" else impl)
+    same([kept], [reference.restrict_to_blocks(logits, blocks, block=block)])
+
+
+@logit_ways
+def test_one_key_of_two_numbers(impl):
+    queries, keys = lattice("fp8", 1, 2, 1, 2)
+    pages = fast.store_index_keys(keys, torch.zeros(2, 13, dtype=torch.uint8, device=DEVICE), ints(2), format="fp8", page_size=2, impl=impl)
+    same(fast.load_index_keys(pages, ints(2), format="fp8", page_size=2, dim=2, impl=impl), keys)
+    got = fast.paged_index_logits(queries, pages, ints(1)[None], ints(0), ints(1), format="fp8", page_size=2, width=1, impl=impl)
+    assert torch.equal(got, reference.index_logits(queries, keys, ends=ints(1)))
+
+
 @pytest.mark.parametrize("impl", [way for way in WAYS if way != "inductor"])
 def test_visible_entries(impl):
     """IX-17, IX-23: the end of an entry's last token, 0 and 1 for no compression, and nothing that overflows."""
     positions = ints(0, 2, 3, 6, 7, 8, -1, -(2**40), 2**40, 2**63 - 1, dtype=torch.int64)
-    for ratio in (0, 1, 2, 4, 128):
+    for ratio in (0, 1, 2, 4, 128, 2**31, 2**40, 2**62, 2**63 - 1):
         got = fast.visible_entries(positions, ratio=ratio, impl=impl)
         assert torch.equal(got, reference.visible_entries(positions, ratio=ratio))
     assert fast.visible_entries(torch.arange(12, device=DEVICE), ratio=4, impl=impl).tolist() == [0] * 3 + [1] * 4 + [2] * 4 + [3]
@@ -772,6 +792,28 @@ def test_gradients_are_refused():
             call(x)
         with torch.no_grad():
             call(x)
+
+
+@each_format
+def test_gradients_of_weights_and_scales_are_refused(format):
+    queries, keys = lattice(format, 2, 3, 9, 32)
+    weighted = queries._replace(weights=queries.weights.requires_grad_())
+    pages, ends = torch.zeros(2, 9 * 36, dtype=torch.uint8, device=DEVICE), ints(9, 9)
+    paged = {"format": format, "page_size": 9, "width": 9}
+    calls = [
+        ("queries.weights", lambda: fast.index_logits(weighted, keys, ends=ends)),
+        ("queries.weights", lambda: fast.paged_index_logits(weighted, pages, ints(0, 1)[:, None], ints(0, 1), ends, **paged)),
+        ("queries.weights", lambda: fast.select_entries(weighted, keys, ends, 2)),
+        ("queries.weights", lambda: fast.select_candidates(weighted, keys, ends)),
+    ]
+    if format == "fp8":
+        scaled, plain = keys._replace(scales=keys.scales.clone().requires_grad_()), queries._replace(weights=queries.weights.detach())
+        calls.append(("keys.scales", lambda: fast.index_logits(plain, scaled, ends=ends)))
+    for argument, call in calls:
+        with pytest.raises(ArgumentError, match=f"^{argument}: got .*no backward"):
+            call()
+        with torch.no_grad():
+            call()
 
 
 def test_wrong_arguments_are_named():

@@ -109,6 +109,21 @@ def test_two_lists_of_pages(layout, extra, splits):
 
 
 @kernel
+@pytest.mark.parametrize("wide", [0, 1])
+def test_lists_of_two_integer_types(wide):
+    """A slot that only fits 64 bits is absent, though the other list has 32."""
+    q = numbers(2, 3, 512, seed=21).to(DEVICE)
+    slots, others = ints(0, PAGES * PAGE, 2, 6, seed=22), ints(0, PAGES * PAGE, 2, 5, seed=23)
+    main, second = pages_of("v4", slots, seed=24), pages_of("v4", others, seed=25)
+    found = [slots.to(DEVICE), others.to(DEVICE)]
+    found[wide] = found[wide].long()
+    found[wide][:, 1] += 2**32
+    options = {"extra": PagedRows(second, "v4", PAGE), "extra_slots": found[1], "scale": 0.05}
+    expected = reference.paged_attention(q, PagedRows(main, "v4", PAGE), found[0], **options)
+    close(run(attention.attend_paged, q, paged_list(main, "v4", found[0]), paged_list(second, "v4", found[1])), expected)
+
+
+@kernel
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
 def test_pages_anywhere(layout):
     """Any distance, any alignment, slots of 64 bits, queries that lie apart, heads from 1 to more than a program's."""

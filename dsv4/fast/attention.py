@@ -2,8 +2,8 @@
 
 On CUDA our kernels read packed pages as they are and hold a running softmax; FlashMLA and FlashInfer take what their kernels take, and say
 what they do not. On the CPU a running softmax over blocks of picks sums in fp64. `plan_attention` chooses once and holds what calls need.
-A token's result depends on its own inputs alone but in `decode_attention` on CUDA, which splits picks by the number of tokens unless
-use(batch_invariant=True) is in force. Our own kernels and bodies take 64 MiB of scratch at most, whatever the number of tokens.
+With our own kernels and bodies a token's result depends on its own inputs alone but in `decode_attention` on CUDA, which splits picks by
+the number of tokens unless use(batch_invariant=True) is in force. They take 64 MiB of scratch at most, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def decode_attention(
     scale: float | None = None,
     impl: str | None = None,
 ) -> AttentionResult:
-    """`paged_attention`, for few tokens: on CUDA each token's picks are split among as many programs as the device runs at once.
+    """`paged_attention`, for few tokens: on CUDA each token's picks are split among no more programs than the device runs at once.
 
     Args, Returns, Raises: as `paged_attention`.
     """

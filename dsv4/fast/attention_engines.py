@@ -19,7 +19,7 @@ from dsv4.fast.attention_bodies import PagedPicks, Picks
 from dsv4.formats import KV_LAYOUTS
 
 HEADS = 64  # of one program of our kernels
-KEYS = 64  # of one block of theirs
+KEYS = 64  # of one block of those for SM90; splits are counted in such blocks everywhere
 MOST_SPLITS = 32
 LARGEST_BUFFER = 2**18  # rows of a library's buffer that no plan has bounded: 256 MiB of bf16
 
@@ -123,8 +123,9 @@ def kernel(name: str) -> Callable[..., Any]:
 
 
 def splits_of(sizes: Sizes, programs: int) -> int:
-    """Into how many parts a token's picks are split: a power of two, so that kernels are few; no more than leave each part a block, nor,
-    with those of the other tokens, than programs run at once. 1 where there are as many tokens as programs.
+    """Into how many parts a token's picks are split: a power of two, so that kernels are few; the largest up to MOST_SPLITS that is below
+    twice the number of blocks (so some parts may be empty) and that runs at once with the parts of the other tokens. 1 for more tokens
+    than half the programs.
 
     Scratch is `splits * tokens * heads` rows, so no more than HEADS rows of each program: some 20 MB on the largest devices.
     """

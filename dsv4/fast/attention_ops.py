@@ -35,7 +35,7 @@ class Splitting(Implementation):
 
     @property
     def batch_invariant(self) -> bool:
-        return dispatch._demands.get().batch_invariant
+        return not may_split()
 
     @batch_invariant.setter
     def batch_invariant(self, _: bool) -> None:

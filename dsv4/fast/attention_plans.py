@@ -36,6 +36,7 @@ class Plan:
     reason: str  # why this backend: what keeps the better ones from it
     _engine: Engine
     _row: Implementation
+    _device: torch.device
 
     def run(
         self,
@@ -61,18 +62,20 @@ class Plan:
             AttentionResult, `out` if it was given.
 
         Raises:
-            ArgumentError: as `paged_attention`; more tokens or picks, other heads or layouts than were planned; buffers that do not fit.
+            ArgumentError: as `paged_attention`; more tokens or picks, other heads, layouts or devices than were planned; buffers that do
+                not fit.
             Unsupported: pages that the planned backend does not take, or another scale where the plan has it in it.
         """
         factor = fp32(attention_checks.paged(q, main, slots, sink, lengths, extra, extra_slots, extra_lengths, scale))
         checks.no_grad(q=q, sink=sink)
         self.planned.check_run(q, main, slots, extra, extra_slots)
+        if q.device.type != self._device.type or self._device.index not in (None, q.device.index):
+            raise ArgumentError("q", f"a tensor on {q.device}", f"the plan is for {self._device}", "Make a plan for each device")
         arguments = _arguments(q, main, slots, sink, lengths, extra, extra_slots, extra_lengths, factor)
         if (reason := self._row.arguments(arguments)) is not None:
             raise Unsupported("main", f"pages for the planned backend {self.backend!r}", reason, "Make a plan of another backend")
         if out is not None:
-            _buffer("out.output", out.output, "bf16", tuple(q.shape), q)
-            _buffer("out.lse", out.lse, "fp32", tuple(q.shape[:2]), q)
+            attention_checks.results(out, q)
         call = attention_ops.given(**arguments)
         with _current(q.device):
             result = attention_ops.answer(lambda _: self._engine, call, out=None if out is None else (out.output, out.lse))
@@ -132,7 +135,7 @@ def plan_attention(
         sizes = Sizes(max(tokens, 1), heads, dim, widths, layouts, where, fp32(dim**-0.5), split, max_rows)
         with _current(where):
             engine = attention_ops.ENGINES[f"{mode}_attention"][row.backend](sizes)
-        return Plan(planned, held(engine), row.backend, engine.splits, _why(function, row, where, arguments, impl), engine, row)
+        return Plan(planned, held(engine), row.backend, engine.splits, _why(function, row, where, arguments, impl), engine, row, where)
 
 
 def _why(function: str, chosen: Implementation, device: torch.device, arguments: Mapping[str, Any], impl: str | None) -> str:
@@ -175,14 +178,6 @@ def _arguments(
     names = ("q", "pages", "layout", "page_size", "slots", "sink", "lengths", "extra_pages", "extra_layout", "extra_page_size")
     values = (q, pages, layout, page_size, slots, sink, lengths, *others)
     return {**dict(zip(names, values, strict=True)), "extra_slots": extra_slots, "extra_lengths": extra_lengths, "scale": scale}
-
-
-def _buffer(name: str, buffer: Tensor, dtype: str, shape: tuple[int, ...], q: Tensor) -> None:
-    checks.tensor(name, buffer, dtype, shape)
-    checks.same_device(name, buffer, "q", q)
-    checks.writable(name, buffer)
-    if not buffer.is_contiguous():
-        raise ArgumentError(name, f"strides {buffer.stride()}", "must be contiguous")
 
 
 @contextmanager

@@ -72,19 +72,19 @@ def _fake_blocks(logits: Tensor, ends: Tensor, block: int, count: int, impl: str
 
 def _blocks(run: Callable[..., Tensor], logits: Tensor, ends: Tensor, block: int, count: int) -> Tensor:
     empty = _fake_blocks(logits, ends, block, count)
-    return run(logits, ends, block, empty.shape[1]) if empty.numel() else empty
+    return run(logits, ends, bodies.block_of_row(block, logits.shape[1]), empty.shape[1]) if empty.numel() else empty
 
 
 def _triton_restrict(logits: Tensor, blocks: Tensor, block: int) -> Tensor:
     result = _like(logits)
     if result.numel():
-        source = logits if logits.stride(1) == 1 else logits.contiguous()
-        _kernel("restrict")(source, bodies.kept_blocks(blocks, -(-logits.shape[1] // block)), result, block)
+        source, n = logits if logits.stride(1) == 1 else logits.contiguous(), logits.shape[1]
+        _kernel("restrict")(source, bodies.kept_blocks(blocks, -(-n // block)), result, bodies.block_of_row(block, n))
     return result
 
 
 def _restrict(logits: Tensor, blocks: Tensor, block: int) -> Tensor:
-    return bodies.restrict(logits, blocks, block) if logits.numel() else _like(logits)
+    return bodies.restrict(logits, blocks, bodies.block_of_row(block, logits.shape[1])) if logits.numel() else _like(logits)
 
 
 def _like(logits: Tensor, *_: Any, **__: Any) -> Tensor:

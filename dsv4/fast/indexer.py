@@ -1,7 +1,7 @@
 """The lightning indexer: the twin of `dsv4.reference.indexer`, which has the formulas and roundings.
 
 On CUDA queries and keys are one launch from projection to codes. Logits are DeepGEMM's where it has them, else Triton's: FP8 codes in the
-tensor core, FP4 as the bf16 numbers that they are. Their rows lie 1024 bytes apart or a multiple of it. Selection is Triton's: exact
+tensor core, FP4 as the bf16 numbers that they are. On CUDA their rows lie a multiple of 256 numbers apart. Selection is Triton's: exact
 bisection over the bits of the scores, at any length, NaN never picked, ties to the smaller entry. Nothing waits for the device, and all of
 it can be captured.
 """
@@ -198,12 +198,10 @@ def index_logits(
         fp32 [tokens, entries], or bf16; -inf where an entry is not seen. On CUDA rows lie apart: stride(0) is above `entries`.
 
     Raises:
-        ArgumentError: wrong dtypes or shapes, keys and queries of two formats or sizes.
+        ArgumentError: wrong dtypes or shapes, keys and queries of two formats or sizes, tensors that require grad.
     """
     chosen = indexer_checks.index_logits(queries, keys, starts, ends, precision)
-    result: Tensor = torch.ops.dsv4.index_logits.default(
-        *_raw(queries), keys.codes.view(torch.uint8), keys.scales, starts, ends, chosen, impl
-    )
+    result: Tensor = torch.ops.dsv4.index_logits.default(*_raw(queries, keys), starts, ends, chosen, impl)
     return result
 
 
@@ -238,7 +236,7 @@ def paged_index_logits(
         fp32 [tokens, width], or bf16; -inf where the request, the column or the page is not there. Strides as `index_logits`.
 
     Raises:
-        ArgumentError: wrong dtypes, shapes or strides, pages too short, queries of the other format.
+        ArgumentError: wrong dtypes, shapes or strides, pages too short, queries of the other format, tensors that require grad.
     """
     chosen, _, _ = indexer_checks.paged_index_logits(queries, pages, block_table, requests, ends, format, page_size, width, precision)
     result: Tensor = torch.ops.dsv4.paged_index_logits.default(
@@ -394,6 +392,7 @@ def select_candidates(
 
 
 def _raw(queries: IndexQueries, keys: IndexKeys | None = None) -> tuple[Tensor | None, ...]:
-    """Queries, and keys, as operators take them."""
+    """Queries, and keys, as operators take them: without a derivative."""
+    checks.no_grad(**{"queries.weights": queries.weights, "keys.scales": None if keys is None else keys.scales})
     given = queries.codes.view(torch.uint8), queries.scales, queries.weights
     return given if keys is None else (*given, keys.codes.view(torch.uint8), keys.scales)

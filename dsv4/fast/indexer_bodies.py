@@ -30,6 +30,7 @@ MISSING = -(2**31)  # the key of what does not count
 LARGEST = 2**31 - 1
 LOW = 2**32 - 1
 PICKED_BYTES = 64 * 2**20  # of keys at a time
+LEAST_WHOLE = 64  # entries up to which a block may be longer than a row
 
 
 def rows_body(
@@ -186,7 +187,8 @@ def paged_logits(
         slots = kv_bodies.page_slots_body(block_table, request, entries, page_size=page_size)
         records, present = kv_bodies.get(pages, slots, layout, page_size)
         codes, scales = records.split([layout.data_bytes, layout.scale_bytes], 1)
-        scales = scales.contiguous().view(torch.int32 if fp4 else torch.float32)[:, 0]
+        aligned = scales.clone(memory_format=torch.contiguous_format)  # of one record, too
+        scales = aligned.view(torch.int32 if fp4 else torch.float32)[:, 0]
         own = result.new_empty(len(mine), width)
         of_queries = q[mine], None if q_scales is None else q_scales[mine], weights[mine]
         logits(*of_queries, codes, scales, None, ends[mine], own)
@@ -271,6 +273,11 @@ def _slots(picks: Tensor, block_table: Tensor, requests: Tensor, page_size: int)
     slots = kv_bodies.page_slots_body(block_table, request, picks.reshape(-1), page_size=page_size).view(tokens, k)
     absent = (slots < 0) | (slots > LARGEST)
     return slots.masked_fill(absent, -1).gather(1, absent.sort(dim=1, stable=True).indices)
+
+
+def block_of_row(block: int, n: int) -> int:
+    """Entries of a block, where more than the n >= 1 of a row mean one block whatever their number; few sizes, for each has its kernels."""
+    return min(block, max(1 << (n - 1).bit_length(), LEAST_WHOLE))
 
 
 def candidate_blocks(run: Run, logits: Tensor, ends: Tensor, block: int, count: int) -> Tensor:

@@ -29,7 +29,8 @@ Scores that differ by more than their errors can tell make D reach 1, and then t
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,9 +76,14 @@ def case(call: Call) -> Case:
             lists.append(made(extra, second, options.get("extra_lengths")))
     rows = torch.cat([part.load(part.picks) for part in lists], 1).double()
     there = torch.cat([part.picks for part in lists], 1) >= 0
-    scale = fp32(options.get("scale") or q.shape[2] ** -0.5)
+    scale = _scale(options, q)
     scores = (q @ rows.mT * scale).masked_fill(~there[:, None], -torch.inf)
     return Case(scores, q.abs() @ rows.abs().mT * scale, rows, sinks_of(sink, q.shape[1], q.device).double()[:, None])
+
+
+def _scale(options: Mapping[str, Any], q: Tensor) -> float:
+    given = options.get("scale")
+    return fp32(q.shape[2] ** -0.5 if given is None else given)
 
 
 def outputs(call: Call, exact: Tensor) -> Tensor:
@@ -94,7 +100,7 @@ def lses(call: Call, exact: Tensor) -> Tensor:
 def unbounded(call: Call) -> Tensor:
     """Tokens and heads a score of which may leave fp32, with the sums that lead to it."""
     of = case(call)
-    scale = fp32(call.kwargs.get("scale") or call[0].shape[2] ** -0.5)
+    scale = _scale(call.kwargs, call[0])
     return (of.sizes >= min(scale, 1.0) * LARGEST_FP32 / 2).any(2)
 
 

@@ -176,12 +176,12 @@ def _columns(spec: Spec) -> list[int]:
 def _paged(made: Lists, spec: Spec, device: torch.device) -> list[tuple[PagedRows, Tensor, Tensor]]:
     """Pages, slots and lengths of each list."""
     source, found = generator(spec["seed"] ^ 22), []
-    names, dtype = [spec["layout"], spec["extra"]], getattr(torch, spec["integers"])
+    names, dtypes = [spec["layout"], spec["extra"]], [getattr(torch, spec["integers"]), (torch.int32, torch.int64)[spec["seed"] % 2]]
     for number, (rows, picks, columns) in enumerate(zip(made.rows, made.picks, _columns(spec), strict=False)):
         paged, slots = _pages(rows, names[number], spec["page_sizes"][number], spec, source, device)
         capacity = len(paged.pages) * paged.page_size
         numbers, lengths = listed([slots[some] for some in picks], columns, capacity, spec, source)
-        found.append((paged, numbers.to(dtype), lengths))
+        found.append((paged, numbers.to(dtypes[number]), lengths))
     return found
 
 

@@ -44,8 +44,8 @@ from dsv4.attention_checks import AttentionSupport, Planned
 from dsv4.formats import KV_LAYOUTS, fp32
 from dsv4.reference.attention_merging import lse_base2, lse_flashmla, lse_with_sink, merge_splits, sinks_of, softmax_weights
 from dsv4.reference.kv_cache import load_kv
-from dsv4.reference.numerics import bf16_dtypes, bf16_step, fp32_step
-from dsv4.types import AttentionPlan, AttentionResult, PagedRows
+from dsv4.reference.numerics import bf16_dtypes, bf16_step, current_numerics, fp32_step
+from dsv4.types import AttentionPlan, AttentionResult, Numerics, PagedRows
 
 __all__ = [
     "AttentionPlan",
@@ -273,10 +273,11 @@ class ReferencePlan:
         scale: float | None = None,
         out: AttentionResult | None = None,
     ) -> AttentionResult:
-        """As `paged_attention`, into `out` where it is given.
+        """As `paged_attention`, into `out` where it is given: contiguous buffers of the results' shapes and dtypes.
 
         Raises:
-            ArgumentError: as `paged_attention`, and for more tokens or picks, or for other heads or layouts, than were planned.
+            ArgumentError: as `paged_attention`, and for more tokens or picks, or for other heads or layouts, than were planned; buffers
+                that do not fit.
         """
         result = paged_attention(
             q,
@@ -290,7 +291,10 @@ class ReferencePlan:
             scale=scale,
         )
         self.planned.check_run(q, main, slots, extra, extra_slots)
-        return result if out is None else AttentionResult(*(buffer.copy_(part) for buffer, part in zip(out, result, strict=True)))
+        if out is None:
+            return result
+        attention_checks.results(out, q, *(("bf16", "fp32") if current_numerics() is Numerics.STATED else ("fp64", "fp64")))
+        return AttentionResult(*(buffer.copy_(part) for buffer, part in zip(out, result, strict=True)))
 
 
 def plan_attention(

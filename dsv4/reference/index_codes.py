@@ -173,7 +173,8 @@ def load_index_keys(pages: Tensor, slots: Tensor, *, format: IndexFormat | str, 
     present = present_slots(slots, pages.shape[0] * page_size)
     stored = pages[_places(slots[present], layout, dim, page_size)]  # [present, D + 4]
     records = pages.new_zeros(len(slots), layout.token_bytes(dim)).masked_scatter(present[:, None], stored)
-    codes, scales = (part.contiguous() for part in records.split([layout.data_bytes(dim), INDEX_SCALE_BYTES], 1))
+    parts = records.split([layout.data_bytes(dim), INDEX_SCALE_BYTES], 1)
+    codes, scales = (part.clone(memory_format=torch.contiguous_format) for part in parts)  # aligned, also those of one record
     if layout.scale == "fp32":
         return IndexKeys(codes.view(torch.float8_e4m3fn), scales.view(torch.float32)[:, 0])
     return IndexKeys(codes, scales.view(torch.int32)[:, 0])

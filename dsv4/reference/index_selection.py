@@ -93,6 +93,7 @@ def candidate_blocks(logits: Tensor, ends: Tensor, *, block: int = 8, count: int
     """
     indexer_checks.candidate_blocks(logits, ends, block, count, (*float_dtypes(), "bf16"))
     n = logits.shape[1]
+    block = min(block, max(n, 1))  # a longer one is one block too
     seen = logits.where(_visible(logits, ends) & ~logits.isnan(), -inf)
     scores = pad(seen, (0, -n % block), value=-inf).unflatten(1, (-1, block)).amax(2)  # [tokens, blocks]
     numbers = torch.arange(scores.shape[1], device=logits.device)
@@ -120,6 +121,7 @@ def restrict_to_blocks(logits: Tensor, blocks: Tensor, *, block: int = 8) -> Ten
     """
     indexer_checks.restrict_to_blocks(logits, blocks, block, (*float_dtypes(), "bf16"))
     tokens, n = logits.shape
+    block = min(block, max(n, 1))  # a longer one is one block too
     total = -(-n // block)
     places = torch.where((blocks >= 0) & (blocks < total), blocks.long(), total)  # one column more takes what is skipped
     kept = torch.zeros(tokens, total + 1, dtype=torch.bool, device=logits.device).scatter(1, places, True)

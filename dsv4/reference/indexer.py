@@ -49,7 +49,7 @@ __all__ = [
     "visible_entries",
 ]
 
-LARGEST_POSITION = 2**62  # what lies beyond is taken for it: one more must fit 64 bits
+LARGEST_INT32 = 2**31 - 1
 
 
 def visible_entries(positions: Tensor, *, ratio: int) -> Tensor:
@@ -66,8 +66,8 @@ def visible_entries(positions: Tensor, *, ratio: int) -> Tensor:
         ArgumentError: a wrong dtype or shape, ratio < 0.
     """
     ratio = indexer_checks.visible_entries(positions, ratio)
-    seen = (positions.long().clamp(max=LARGEST_POSITION) + 1).div(ratio, rounding_mode="floor")
-    return seen.clamp(0, torch.iinfo(torch.int32).max).to(torch.int32)
+    before = positions.long().bitwise_not()  # -(p + 1), which fits 64 bits where p + 1 may not
+    return before.div(ratio, rounding_mode="trunc").clamp(-LARGEST_INT32, 0).neg().to(torch.int32)
 
 
 def index_logits(
@@ -136,7 +136,10 @@ def paged_index_logits(
     Raises:
         ArgumentError: wrong dtypes, shapes or strides, pages too short, queries of the other format.
     """
-    chosen, _, dim = indexer_checks.paged_index_logits(queries, pages, block_table, requests, ends, format, page_size, width, precision)
+    rows = current_numerics() is not Numerics.STATED
+    chosen, _, dim = indexer_checks.paged_index_logits(
+        queries, pages, block_table, requests, ends, format, page_size, width, precision, rows=rows
+    )
     dtype = torch.bfloat16 if chosen is LogitPrecision.BF16 else torch.float32
     dtype = dtype if current_numerics() is Numerics.STATED else torch.float64
     logits = torch.full((len(requests), width), -inf, dtype=dtype, device=pages.device)

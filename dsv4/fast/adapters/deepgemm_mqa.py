@@ -1,8 +1,8 @@
 """DeepGEMM's logits of an index: which function a version has, what a device's kernels take, and proofs.
 
 `fp8_mqa_logits` of 0.1.x gives a column for each key, `fp8_fp4_mqa_logits` of 0.2.x the keys of a query's own range from column 0 on.
-Neither promises anything outside of a range; NaN codes count as 0, and NaN scales as NaN. Rows of logits are whole kilobytes apart. FP4 is
-of SM100 and newer, and so are weights and logits of bf16. Source: spec A 5.7; kernels A.2, A.3.
+Neither promises anything outside of a range; NaN codes count as 0, and NaN scales as NaN. Its rows of logits are whole kilobytes apart.
+FP4 is of SM100 and newer, weights and logits of bf16 are of SM10x alone. Source: spec A 5.7; kernels A.2, A.3.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PAGED_METADATA = "get_paged_mqa_logits_metadata"
 MQA_HEADS = {9: (32, 64), 10: (8, 16, 32, 64), 12: (8, 16, 32, 64)}  # by the major number of the capability
 MQA_DIMS = {9: (32, 64, 128), 10: (32, 64, 128), 12: (128,)}
 PAGE = 64
-PITCH = 256  # logits: of 4 bytes a kilobyte, and the keys of a block
+PITCH = 256  # logits: a kilobyte of fp32, half of one of bf16; and the keys of a block
 
 
 def pitch(entries: Any) -> Any:
-    """Distance of two rows of logits: what 0.1.x allocates for so many keys."""
+    """Distance of two rows of logits, in numbers of either dtype: what 0.1.x allocates for so many keys, and fp32, on SM90 and SM10x."""
     return (entries + 2 * PITCH - 1) // PITCH * PITCH
 
 
@@ -125,14 +125,15 @@ def paged_mqa_logits(
     table = torch.where((table >= 0) & (table < len(pages)), table, 0)
     seen = ends.clamp(1, max(min(width, table.shape[1] * page_size), 1)).int()[:, None].contiguous()
     q, _, weights = _whole_heads(q, None, weights)
+    weights = _aligned(weights.float())
     cache = pages.as_strided((len(pages), page_size, 1, q.shape[2] + 4), (pages.stride(0), q.shape[2] + 4, q.shape[2] + 4, 1))
     plan = LIBRARY.function(PAGED_METADATA)(seen, page_size, LIBRARY.function("get_num_sms")())
     codes = _codes(q, False)[:, None]
     if _takes(PAGED_MQA, "clean_logits"):
         call, options = LIBRARY.function(PAGED_MQA_FULL), {"clean_logits": False}
-        rows_of = call(codes, cache, weights.float(), seen, table, plan, pitch(width), **options)
+        rows_of = call(codes, cache, weights, seen, table, plan, pitch(width), **options)
     else:
-        rows_of = LIBRARY.function(PAGED_MQA)((codes, None), cache, weights.float(), seen, table, plan, pitch(width))
+        rows_of = LIBRARY.function(PAGED_MQA)((codes, None), cache, weights, seen, table, plan, pitch(width))
     return _pitched(rows_of[:, :width], width)
 
 

@@ -33,6 +33,7 @@ SPARSE_MLA = "mla.SparseMLASm120Wrapper"
 
 DIM, ROPE = 512, 64
 AWAY = 2.0**50  # its square is subtracted from scores: finite in fp32, and far below any other
+LEAST_SCALE = 2.0**-20  # of scores: below, an absent pick is no longer far from any other
 NOBODY = -(2.0**80)  # an lse to base 2 that only absent rows have
 TOKENS = 8192  # of one plan: its scheduler holds 16384 pieces of work
 PARTIAL_ROWS = 64  # of every multiprocessor, twice, for parts of the tokens that the scheduler splits
@@ -151,6 +152,9 @@ def takes_rows(arguments: Mapping[str, Any]) -> str | None:
     device = arguments.get("device") or describe(arguments["q"].device)
     if device.capability[0] != 9:
         return f"takes bf16 rows on SM90 alone, for its logarithms are off elsewhere; this is {device}"
+    scale = arguments.get("scale")
+    if scale is not None and scale < LEAST_SCALE:
+        return f"gives absent picks a weight at a scale below 2^-20; got {scale!r}"
     return None if heads <= 128 and dim == DIM else f"takes at most 128 heads of {DIM}; got {heads} heads of {dim}"
 
 

@@ -225,12 +225,13 @@ def _attend(
 ) -> None:  # fmt: skip
     q = q if q.stride(2) == 1 else q.contiguous()
     other = main if extra is None else extra
+    integers = torch.promote_types(main["slots"].dtype, other["slots"].dtype)
     arguments: dict[str, Any] = {"q": q, "q_token": q.stride(0), "q_head": q.stride(1), "scale": scale}
     arguments["sink"] = lse if sink is None else sink
     for prefix, one in (("", main), ("extra_", other)):
         slots = one["slots"] if one["slots"].stride(1) == 1 else one["slots"].contiguous()
         arguments |= {
-            f"{prefix}slots": slots.to(main["slots"].dtype), f"{'extra' if prefix else 'slots'}_token": slots.stride(0),
+            f"{prefix}slots": slots.to(integers), f"{'extra' if prefix else 'slots'}_token": slots.stride(0),
             f"{prefix}width": 0 if prefix and extra is None else slots.shape[1], f"{prefix}total": one["total"],
             f"{prefix}lengths": slots if one["lengths"] is None else one["lengths"],
         }  # fmt: skip

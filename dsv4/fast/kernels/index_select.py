@@ -6,7 +6,7 @@ below. Equal keys go to the smaller index. Picks leave in the order of their ind
 into bins and nothing is added atomically, so results are the same bits in every run.
 
 A longer row is cut into pieces. Each gives its k best with their indices, in order, and the same selection runs over these, in pieces again
-where they are too many: the k best of a row are among the k best of its pieces, ties included. A level leaves at most a quarter.
+where they are too many: the k best of a row are among the k best of its pieces, ties included. A level leaves a quarter and k at most.
 """
 
 from __future__ import annotations
