@@ -34,6 +34,7 @@ FLOORS = {IndexFormat.FP8: FP8_FLOORS_ABOVE_ZERO, IndexFormat.FP4: FP4_FLOORS}
 OFFICIAL_FLOORS = {IndexFormat.FP8: "official", IndexFormat.FP4: "official_fp4"}
 BUDGET_BYTES = 256 * 2**20  # of logits at a time
 CHUNK = 1024  # queries at a time
+LARGEST_PAGE = 2**31 - 1  # slots of a page, where picks become int32 slots: the product with a page must fit 64 bits
 
 Floats = str | Sequence[str]  # "bf16"; the reference also takes fp64 where its roundings are off
 
@@ -197,6 +198,7 @@ def select_topk(
         raise ArgumentError(missing[0], "None", "slots want block_table, requests and page_size together")
     if block_table is not None and requests is not None and page_size is not None:
         checks.at_least("page_size", page_size, 1)
+        checks.at_most("page_size", page_size, LARGEST_PAGE)
         _table(block_table, requests, logits.shape[0])
         checks.same_device("block_table", block_table, "logits", logits)
         checks.same_device("requests", requests, "logits", logits)
