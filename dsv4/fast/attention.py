@@ -16,7 +16,6 @@ from torch import Tensor
 from dsv4 import attention_checks, checks
 from dsv4.fast import attention_ops as attention_ops  # defines the operators
 from dsv4.fast.attention_plans import attention_support, plan_attention
-from dsv4.formats import fp32
 from dsv4.types import AttentionPlan, AttentionResult, PagedRows
 
 __all__ = [
@@ -71,7 +70,7 @@ def sparse_attention(
     factor = attention_checks.sparse(q, kv, indices, sink, lengths, extra_kv, extra_indices, extra_lengths, scale)
     checks.no_grad(q=q, kv=kv, sink=sink, extra_kv=extra_kv)
     operator = torch.ops.dsv4.sparse_attention.default
-    return AttentionResult(*operator(q, kv, indices, sink, lengths, extra_kv, extra_indices, extra_lengths, fp32(factor), impl))
+    return AttentionResult(*operator(q, kv, indices, sink, lengths, extra_kv, extra_indices, extra_lengths, factor, impl))
 
 
 def paged_attention(
@@ -169,7 +168,7 @@ def _over_pages(
     checks.no_grad(q=q, sink=sink)
     pages, layout, page_size = (None, "", 0) if extra is None else extra
     more = (pages, layout, page_size, extra_slots, extra_lengths)
-    return AttentionResult(*operator(q, *main, slots, sink, lengths, *more, fp32(factor), impl))
+    return AttentionResult(*operator(q, *main, slots, sink, lengths, *more, factor, impl))
 
 
 def draft_attention(
@@ -205,7 +204,7 @@ def draft_attention(
     factor = attention_checks.draft(q, block_kv, main, slots, sink, block, lengths, scale)
     checks.no_grad(q=q, block_kv=block_kv, sink=sink)
     operator = torch.ops.dsv4.draft_attention.default
-    return AttentionResult(*operator(q, block_kv, *main, slots, sink, block, lengths, fp32(factor), impl))
+    return AttentionResult(*operator(q, block_kv, *main, slots, sink, block, lengths, factor, impl))
 
 
 def merge_splits(outputs: Tensor, lses: Tensor, sink: Tensor | None = None, *, impl: str | None = None) -> AttentionResult:

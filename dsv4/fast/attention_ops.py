@@ -22,6 +22,7 @@ from dsv4.fast.attention_engines import Blocks, Engine, Given, Pair, Sizes, Trit
 from dsv4.fast.attention_libraries import FlashMLAPages, FlashMLARows, flashinfer_engine, load
 from dsv4.fast.compiled import run_compiled, run_eagerly
 from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_exactly, cuda_from
+from dsv4.formats import fp32
 
 Run = Callable[..., Any]
 Make = Callable[[Sizes], Engine]
@@ -71,7 +72,7 @@ def given(
     lists = [PagedPicks(pages, layout, page_size, slots, lengths)]
     if extra_pages is not None and extra_slots is not None:
         lists.append(PagedPicks(extra_pages, extra_layout, extra_page_size, extra_slots, extra_lengths))
-    return Given(q, tuple(lists), sink, scale)
+    return Given(q, tuple(lists), sink, fp32(scale))
 
 
 def answer(make: Make, call: Given, *, split: bool = False, out: Pair | None = None) -> Pair:
@@ -97,7 +98,7 @@ def _sparse(
     lists = [Picks(kv, indices, lengths)]
     if extra_kv is not None and extra_indices is not None:
         lists.append(Picks(extra_kv, extra_indices, extra_lengths))
-    return answer(make, Given(q, tuple(lists), sink, scale))
+    return answer(make, Given(q, tuple(lists), sink, fp32(scale)))
 
 
 def _draft(
@@ -105,7 +106,7 @@ def _draft(
     block: int, lengths: Tensor | None, scale: float,
 ) -> Pair:  # fmt: skip
     own = Picks(block_kv, bodies.block_indices(q.shape[0], block, q.device), None)
-    return answer(make, Given(q, (PagedPicks(pages, layout, page_size, slots, lengths), own), sink, scale))
+    return answer(make, Given(q, (PagedPicks(pages, layout, page_size, slots, lengths), own), sink, fp32(scale)))
 
 
 def _triton_draft(
@@ -124,7 +125,7 @@ def _triton_draft(
             load(PagedPicks(pages, layout, page_size, picks, None), picks.reshape(-1), rows)
         places = torch.where(picks >= 0, torch.arange(picks.numel(), device=q.device).view(picks.shape), -1).to(torch.int32)
         own = Picks(block_kv[here], bodies.block_indices(len(picks), block, q.device), None)
-        call = Given(q[here], (Picks(rows, places, None), own), sink, scale)
+        call = Given(q[here], (Picks(rows, places, None), own), sink, fp32(scale))
         Triton(sizes_of(call)).run(call, (output[here], lse[here]))
     return output, lse
 
