@@ -1,8 +1,8 @@
 """The operators of `hyper_connections`, and what implements them.
 
 A boundary is three launches of Triton: the new streams, their statistics in splits of K, and everything after. Elsewhere inductor compiles
-`expand` and `collapse`; statistics and Sinkhorn are made of torch's own operations, the same ones for every row of a table. All rows but
-DeepGEMM's give a token the same bits in any batch, and so does DeepGEMM, for a fixed number of splits.
+`expand` and `collapse`; statistics and Sinkhorn are made of torch's own operations, the same ones for every row of a table. All rows give
+a token the same bits in any batch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The operators of `norms`, and what implements them.
 
-Every row of a table but FlashInfer's evaluates in fp64 and has the reference's bits, but where two fp64 evaluations fall on the two sides
+Every row of a table evaluates in fp64 and has the reference's bits, but where two fp64 evaluations fall on the two sides
 of a rounding. Rows of a tensor are one matrix to a compiler, whatever its leading dimensions: one graph for each width.
 """
 
