@@ -1,9 +1,10 @@
 """Statistics of residual streams: their products with fn and their sums of squares, in splits of K.
 
 `products` multiplies streams [tokens, K] by fn [mixes, K] and squares the streams in the same pass. K is cut into splits whose number does
-not depend on the tokens, and tiles have one size, so a row's terms are added in one order in any batch. fn is fp32: the tensor cores get it as three bf16 parts of eight significant bits each, which together are all of it; products with
-bf16 streams are exact, and each part has an fp32 sum of its own. (TF32 products would cut fn to eleven bits, and fp32 ones do not run on
-the tensor cores.) The sums of all splits are added in fp64, in order.
+not depend on the tokens, and tiles have one size, so a row's terms are added in one order in any batch. fn is fp32: the tensor cores get it
+as three bf16 parts of eight significant bits each, which together are all of it; products with bf16 streams are exact, and each part has
+an fp32 sum of its own. (TF32 products would cut fn to eleven bits, and fp32 ones do not run on the tensor cores.) The sums of all splits
+are added in fp64, in order.
 """
 
 from __future__ import annotations
