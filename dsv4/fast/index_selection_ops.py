@@ -79,7 +79,7 @@ def _triton_restrict(logits: Tensor, blocks: Tensor, block: int) -> Tensor:
     result = _like(logits)
     if result.numel():
         source, n = logits if logits.stride(1) == 1 else logits.contiguous(), logits.shape[1]
-        _kernel("restrict")(source, bodies.kept_blocks(blocks, -(-n // block)), result, bodies.block_of_row(block, n))
+        _kernel("restrict", "index_blocks")(source, bodies.kept_blocks(blocks, -(-n // block)), result, bodies.block_of_row(block, n))
     return result
 
 
@@ -138,9 +138,9 @@ def _fake_candidates(
     return ends.new_empty((q.shape[0], torch.sym_min(count, (k.shape[0] + block - 1) // block)), dtype=torch.int32)
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+def _kernel(name: str, module: str = "index_select") -> Callable[..., Any]:
     """Imported at the first call, for Triton is not everywhere."""
-    run: Callable[..., Any] = getattr(import_module("dsv4.fast.kernels.index_select"), name)
+    run: Callable[..., Any] = getattr(import_module(f"dsv4.fast.kernels.{module}"), name)
     return run
 
 
@@ -164,14 +164,14 @@ def _triton_topk(*arguments: Any) -> Tensor:
 
 
 def _triton_blocks(*arguments: Any) -> Tensor:
-    result: Tensor = _kernel("candidates")(*arguments)
+    result: Tensor = _kernel("candidates", "index_blocks")(*arguments)
     return result
 
 
 def _triton_visible(positions: Tensor, ratio: int) -> Tensor:
     result = positions.new_empty(positions.shape, dtype=torch.int32)
     if len(positions):
-        _kernel("visible")(positions, result, ratio)
+        _kernel("visible", "index_blocks")(positions, result, ratio)
     return result
 
 

@@ -1,4 +1,4 @@
-"""The k largest of rows of scores, exactly, at any length, and the blocks that candidates come from.
+"""The k largest of rows of scores, exactly, at any length.
 
 A score becomes an int32 that compares as it does; NaN and minus infinity become MISSING, below all others. A program holds a piece of a row
 in registers and finds the k-th largest key by bisection: a count for each step, from the least key to the largest, until exactly k are not
@@ -7,6 +7,8 @@ into bins and nothing is added atomically, so results are the same bits in every
 
 A longer row is cut into pieces. Each gives its k best with their indices, in order, and the same selection runs over these, in pieces again
 where they are too many: the k best of a row are among the k best of its pieces, ties included. A level leaves a quarter and k at most.
+The k-th largest key of a sample of the row is no larger than that of the row, so pieces drop what lies below it, and most of them have
+nothing left to search.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ MOST_PICKS = 8192
 PIECE = 8192  # keys of a program, where k is at most a quarter of them
 WHOLE = 16384  # keys of a row that one program takes
 LANE_KEYS = 1024  # keys of a warp
+RUN = 8  # neighbours in a sample: a sector of memory
 FILL = 256  # places without a pick that are filled at a time
 RANKED = 128  # picks of a program that ranks them
 
@@ -78,6 +81,21 @@ def threshold(keys, k):
     return low, tl.where(there <= k, 0, k - above)
 
 
+@triton.jit(do_not_specialize=["stride", "columns", "k"])
+def floor_kernel(
+    source, stride, starts, ends, floors, columns, k,
+    SAMPLE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """A key that the k-th largest of a row is not below: that of runs of neighbours which lie evenly in it, SAMPLE keys."""
+    row = tl.program_id(0).to(tl.int64)
+    first, length = row_range(starts, ends, row, columns, HAS_STARTS, HAS_ENDS)
+    step = tl.maximum(length // SAMPLE, 1) * RUN
+    number = tl.arange(0, SAMPLE)
+    at = (number // RUN).to(tl.int64) * step + number % RUN
+    floor, _ = threshold(_keys(source + row * stride + first, at, length, KEYS, NATIVE), k)
+    tl.store(floors + row, floor)
+
+
 @triton.jit
 def slots_of(table, table_stride, request, requests_there, table_columns, name, chosen, PAGE: tl.constexpr):
     """int64 slots of entries of a request, -1 where there is none or it does not fit int32. `name` int32, `request` int64."""
@@ -95,6 +113,7 @@ def select_kernel(
     source,  # scores, or int32 keys
     stride,
     names,  # of keys that an earlier level left; their stride is that of the keys
+    floors,  # keys below them are not picked, one a row
     starts,
     ends,
     table,
@@ -112,6 +131,7 @@ def select_kernel(
     FILL: tl.constexpr,
     KEYS: tl.constexpr,
     NAMED: tl.constexpr,
+    FLOORED: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_ENDS: tl.constexpr,
     PAGE: tl.constexpr,  # 0: picks stay indices
@@ -126,7 +146,9 @@ def select_kernel(
     limit = tl.minimum(tl.maximum(length - begin, 0), PIECE).to(tl.int32)
     base = row * stride + first + begin
     here = source + base
-    bound, ties = threshold(_keys(here, tl.arange(0, PIECE), limit, KEYS, NATIVE), k)
+    candidates = _keys(here, tl.arange(0, PIECE), limit, KEYS, NATIVE)
+    floor = tl.load(floors + row) if FLOORED else MISSING
+    bound, ties = threshold(tl.where(candidates < floor, MISSING, candidates), k)
     out = program.to(tl.int64) * k
     earlier = limit * 0  # keys above and, from bit 16 on, equal to the bound: a piece has fewer than 2^16 keys
     placed = limit * 0
@@ -134,6 +156,7 @@ def select_kernel(
     while offset < limit:
         at = offset + tl.arange(0, TILE)
         keys = _keys(here, at, limit, KEYS, NATIVE)
+        keys = tl.where(keys < floor, MISSING, keys)
         above, equal = keys > bound, (keys == bound) & (keys > MISSING)
         counts = above.to(tl.int32) + (equal.to(tl.int32) << 16)
         before = earlier + tl.cumsum(counts, axis=0) - counts
@@ -227,34 +250,6 @@ def plain_scores_kernel(logits, stride, result, into_stride, columns, WIDE: tl.c
     tl.store(result + row * into_stride + column, tl.where(score == score, score + 0.0, float("-inf")), mask=column < columns)
 
 
-@triton.jit(do_not_specialize=["stride", "columns", "blocks"])
-def block_keys_kernel(
-    logits, stride, ends, keys, columns, blocks, BLOCK: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """The largest key of each block's visible entries; that of the newest visible entry's block is the largest there is."""
-    row = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    _, seen = row_range(ends, ends, row, columns, False, True)
-    entry = tl.arange(0, ENTRIES)[None, :]
-    column = number[:, None] * BLOCK + entry
-    here = (entry < BLOCK) & (column < seen)
-    scores = widened(tl.load(logits + row * stride + column, mask=here, other=float("-inf")), NATIVE)
-    key = tl.max(ordered_keys(scores), axis=1)
-    newest = (seen > 0) & (number == (seen - 1) // BLOCK)
-    tl.store(keys + row * blocks + number, tl.where(newest, LARGEST, key), mask=number < blocks)
-
-
-@triton.jit(do_not_specialize=["stride", "kept_stride", "into_stride", "columns"])
-def restrict_kernel(logits, stride, kept, kept_stride, result, into_stride, columns, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Scores of the blocks that `kept` (bytes) marks, minus infinity elsewhere."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    here = column < columns
-    keep = tl.load(kept + row * kept_stride + column // BLOCK, mask=here, other=0) != 0
-    scores = tl.load(logits + row * stride + column, mask=here & keep, other=float("-inf"))
-    tl.store(result + row * into_stride + column, scores, mask=here)
-
-
 def select(
     logits: Tensor, k: int, ends: Tensor | None, starts: Tensor | None, order: str,
     block_table: Tensor | None = None, requests: Tensor | None = None, page_size: int = 0,
@@ -268,31 +263,42 @@ def select(
     table = _table(block_table, requests, page_size, source)
     with torch.cuda.device_of(logits):
         source, names, window = _shortened(source, k, window)
-        _launch(source, names, window, table, picks, keys, k, 1, keep_keys=ranked)
+        _launch(source, names, None, window, table, picks, keys, k, 1, keep_keys=ranked)
     return _ranked(picks, keys, picks, by_name=False, places=True) if ranked else picks
 
 
 def _shortened(source: Tensor, k: int, window: dict[str, Any]) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Rows that one program can hold: the best of the pieces of longer ones, with their names."""
     names, rows, piece = None, len(source), max(PIECE, triton.next_power_of_2(4 * k))
+    floors = _floors(source, k, window) if source.shape[1] > max(WHOLE, piece) else None
     while source.shape[1] > max(WHOLE, piece):
         pieces = triton.cdiv(source.shape[1], piece)
         best = torch.empty(rows, pieces * k, dtype=torch.int32, device=source.device)
         keys = torch.empty_like(best)
-        _launch(source, names, window, _table(None, None, 0, source), best, keys, k, pieces, keep_keys=True, piece=piece)
+        _launch(source, names, floors, window, _table(None, None, 0, source), best, keys, k, pieces, keep_keys=True, piece=piece)
         source, names, window = keys, best, _window(None, None, source)
     return source, names, window
 
 
+def _floors(source: Tensor, k: int, window: dict[str, Any]) -> Tensor:
+    floors = torch.empty(len(source), dtype=torch.int32, device=source.device)
+    floor_kernel[(len(source),)](
+        source, source.stride(0), floors=floors, columns=source.shape[1], k=k, SAMPLE=WHOLE, RUN=RUN, KEYS=source.dtype == torch.int32,
+        NATIVE=compiled(floor_kernel), num_warps=WHOLE // LANE_KEYS, **window,
+    )  # fmt: skip
+    return floors
+
+
 def _launch(
-    source: Tensor, names: Tensor | None, window: dict[str, Any], table: dict[str, Any], picks: Tensor, keys: Tensor, k: int, pieces: int,
-    *, keep_keys: bool, piece: int = 0,
+    source: Tensor, names: Tensor | None, floors: Tensor | None, window: dict[str, Any], table: dict[str, Any], picks: Tensor, keys: Tensor,
+    k: int, pieces: int, *, keep_keys: bool, piece: int = 0,
 ) -> None:  # fmt: skip
     piece = piece or max(triton.next_power_of_2(source.shape[1]), 256)
     select_kernel[(len(source) * pieces,)](
-        source, source.stride(0), source if names is None else names, picked=picks, picked_keys=keys, columns=source.shape[1], k=k,
-        pieces=pieces, PIECE=piece, TILE=max(piece // 4, 256), FILL=FILL, KEYS=source.dtype == torch.int32, NAMED=names is not None,
-        KEEP_KEYS=keep_keys, NATIVE=compiled(select_kernel), num_warps=min(max(piece // LANE_KEYS, 1), 32), **window, **table,
+        source, source.stride(0), source if names is None else names, source if floors is None else floors, picked=picks, picked_keys=keys,
+        columns=source.shape[1], k=k, pieces=pieces, PIECE=piece, TILE=max(piece // 4, 256), FILL=FILL, KEYS=source.dtype == torch.int32,
+        NAMED=names is not None, FLOORED=floors is not None, KEEP_KEYS=keep_keys, NATIVE=compiled(select_kernel),
+        num_warps=min(max(piece // LANE_KEYS, 1), 32), **window, **table,
     )  # fmt: skip
 
 
@@ -330,31 +336,6 @@ def plain_scores(logits: Tensor) -> Tensor:
     return result
 
 
-def candidates(logits: Tensor, ends: Tensor, block: int, count: int) -> Tensor:
-    """int32 [rows, count]: block numbers, ascending; count at most the number of blocks."""
-    source = logits if logits.stride(1) == 1 else logits.contiguous()
-    rows, n = source.shape
-    blocks, entries = triton.cdiv(n, block), triton.next_power_of_2(block)
-    keys = torch.empty(rows, blocks, dtype=torch.int32, device=source.device)
-    wide = max(4096 // entries, 1)
-    with torch.cuda.device_of(logits):
-        block_keys_kernel[(rows, triton.cdiv(blocks, wide))](
-            source, source.stride(0), ends.contiguous(), keys, n, blocks, BLOCK=block, ENTRIES=entries, WIDE=wide,
-            NATIVE=compiled(block_keys_kernel), num_warps=8,
-        )  # fmt: skip
-    return select(keys, count, None, None, "index")
-
-
-def restrict(logits: Tensor, kept: Tensor, result: Tensor, block: int) -> None:
-    """`logits` into `result` [rows, n]; `kept` bool [rows, blocks or more]."""
-    wide = 2048
-    with torch.cuda.device_of(logits):
-        restrict_kernel[(len(logits), triton.cdiv(logits.shape[1], wide))](
-            logits, logits.stride(0), kept.view(torch.uint8), kept.stride(0), result, result.stride(0), logits.shape[1], BLOCK=block,
-            WIDE=wide,
-        )  # fmt: skip
-
-
 def compiled(kernel: object) -> bool:
     """Whether a kernel runs on a device, and not in Triton's interpreter."""
     return isinstance(kernel, triton.JITFunction)
@@ -377,22 +358,3 @@ def _table(block_table: Tensor | None, requests: Tensor | None, page_size: int, 
     there, columns = plain.shape
     known = {"table": plain, "table_stride": plain.stride(0), "requests_there": there, "table_columns": columns}
     return {**known, "requests": requests.contiguous(), "PAGE": page_size}
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def visible_kernel(positions, result, tokens, RATIO: tl.constexpr, WIDE: tl.constexpr):
-    """(position + 1) div RATIO, within 0 and 2^31 - 1."""
-    token = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    at = tl.load(positions + token, mask=token < tokens, other=-1).to(tl.int64)
-    known = tl.maximum(at, 0)
-    complete = known // RATIO
-    last = known - complete * RATIO == RATIO - 1  # position + 1 may not fit 64 bits
-    seen = tl.minimum(complete, LARGEST - 1) + tl.where(last | (complete >= LARGEST), 1, 0)
-    tl.store(result + token, tl.where(at < 0, 0, seen).to(tl.int32), mask=token < tokens)
-
-
-def visible(positions: Tensor, result: Tensor, ratio: int) -> None:
-    """How many entries tokens see, into int32 `result`."""
-    wide = 256
-    with torch.cuda.device_of(positions):
-        visible_kernel[(triton.cdiv(len(positions), wide),)](positions.contiguous(), result, len(positions), RATIO=ratio, WIDE=wide)
