@@ -1,9 +1,9 @@
 """Attention over a cache too large for anybody's memory: decode, prefill, drafts and rows, beside FlashMLA and FlashInfer as they are.
 
-Pages take 5 GiB on CUDA, 1 of windows and 4 of compressed entries. A token's window lies in consecutive slots and its entries anywhere, and
-inside of a graph every call takes other lists, in turn. What is moved: queries, lists and results, and a record for each pick, though
-windows of neighbours share some. FlashMLA reads V4's pages for the first line of it and bf16 rows for the other, FlashInfer bf16 rows; rows
-that lie there already are theirs to begin with, so these lines leave out what decoding takes.
+Pages take 5 GiB on CUDA, 1 of windows and 4 of compressed entries, and bf16 rows 4. A token's window lies in consecutive slots and its
+entries anywhere, and inside of a graph every call takes other lists, in turn. What is moved: queries, lists and results, and a record for
+each pick, though windows of neighbours share some. FlashMLA reads V4's pages for the first line of it and bf16 rows for the other,
+FlashInfer bf16 rows; rows that lie there already are theirs to begin with, so these lines leave out what decoding takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dsv4.types import PagedRows
 WINDOW, PAGE = 128, 64
 GIB = {"main": 1, "extra": 4}
 TILE = 64  # pages that are made of numbers, and repeated
-ROWS = 2**18  # bf16 rows that libraries begin with: 256 MiB
+ROWS = 2**22  # bf16 rows on CUDA: 4 GiB
 LISTS = 6  # that calls take in turn
 DECODE = 1024  # tokens, up to which a case is one of decode
 DRAFTS = 5
@@ -86,10 +86,12 @@ def _over_pages(
 def _rest(label: str, tokens: int, heads: int, layout: str, picks: int, device: torch.device) -> Iterator[Case]:
     """Over bf16 rows, of blocks of drafts, of parts, and windows."""
     q, sink = _queries(tokens, heads, device), torch.randn(heads, device=device)
-    kv = torch.randn(_rows(device), q.shape[2], device=device).to(torch.bfloat16)
-    indices = torch.randint(0, len(kv), (tokens, WINDOW + picks), dtype=torch.int32, device=device)
-    read = q.nbytes + sink.nbytes + indices.nbytes + indices.numel() * 2 * q.shape[2]
-    yield Case("attention.sparse_attention", f"{label}, {heads} heads, {indices.shape[1]} picks", (q, kv, indices, sink), read=read)
+    kv, lists = _some_rows(WINDOW + picks, tokens, device)
+    words = f"{label}, {heads} heads, {WINDOW + picks} picks of bf16 rows"
+    read = q.nbytes + sink.nbytes + lists[0][0].nbytes + lists[0][0].numel() * 2 * q.shape[2]
+    raw = _libraries_of_rows(q, WINDOW + picks, sink, device) if device.type == "cuda" else {}
+    pairs = tuple((one, one) for (one,) in lists)
+    yield InTurn("attention.sparse_attention", words, (q, kv, lists[0][0], sink), {}, raw, None, read, pairs, cycle(pairs))
     blocks = -(-tokens // DRAFTS)
     q = _queries(blocks * DRAFTS, heads, device)
     main, own = _pool(layout, "main", device), torch.randn(len(q), q.shape[2], device=device).to(torch.bfloat16)
@@ -105,10 +107,6 @@ def _rest(label: str, tokens: int, heads: int, layout: str, picks: int, device: 
 
 def _queries(tokens: int, heads: int, device: torch.device) -> Tensor:
     return torch.randn(tokens, heads, KV_LAYOUTS["v4"].dims, device=device).to(torch.bfloat16)
-
-
-def _rows(device: torch.device) -> int:
-    return ROWS if device.type == "cuda" else 4096
 
 
 @cache
@@ -138,10 +136,15 @@ def _libraries(
     if device.type != "cuda":
         return {}
     width = sum(one.shape[1] for one in lists[0])
-    found: dict[str, Any] = {}
+    found = dict(_libraries_of_rows(q, width, sink, device))
     if pages and (main.layout, extra.layout) in flashmla.PAGED.get(dispatch.describe(device).capability, {}):
         known = _known(flashmla.LIBRARY, flashmla.SPARSE_DECODE, device)
         found["sgl-flash-mla, pages"] = known or _flashmla_pages(q, main, extra, lists, sink)
+    return found
+
+
+def _libraries_of_rows(q: Tensor, width: int, sink: Tensor, device: torch.device) -> Raw:
+    found: dict[str, Any] = {}
     known = _known(flashmla.LIBRARY, flashmla.SPARSE_FORWARD, device)
     found["sgl-flash-mla, bf16 rows"] = known or _flashmla_rows(width, len(q), sink, device)
     known = _known(FLASHINFER, flashinfer_mla.MLA, device) or flashinfer_mla.takes_rows({"q": q})
@@ -163,26 +166,37 @@ def _flashmla_pages(q: Tensor, main: PagedRows, extra: PagedRows, lists: tuple[L
     return run
 
 
-def _some_rows(width: int, tokens: int, device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
-    kv = torch.randn(ROWS, KV_LAYOUTS["v4"].dims, device=device).to(torch.bfloat16)
+@cache
+def _rows(device: torch.device) -> Tensor:
+    """bf16 rows of ordinary numbers, the first of zeros. They stay for the cases after."""
+    tile = torch.randn(4096, KV_LAYOUTS["v4"].dims, device=device).to(torch.bfloat16)
+    kv = tile.repeat(ROWS // len(tile) if device.type == "cuda" else 1, 1)
     kv[0] = 0
-    return kv, cycle([torch.randint(1, ROWS, (tokens, width), dtype=torch.int32, device=device) for _ in range(LISTS)])
+    return kv
+
+
+def _some_rows(width: int, tokens: int, device: torch.device) -> tuple[Tensor, tuple[Lists, ...]]:
+    kv = _rows(device)
+    drawn = [torch.randint(1, len(kv), (tokens, width), dtype=torch.int32, device=device) for _ in range(LISTS)]
+    return kv, tuple((one,) for one in drawn)
 
 
 def _flashmla_rows(width: int, tokens: int, sink: Tensor, device: torch.device) -> Callable[[Tensor], Any]:
-    kv, turn = _some_rows(-(-width // flashmla.ROW_PICKS) * flashmla.ROW_PICKS, tokens, device)
-    return lambda first: flashmla.sparse_forward(first, kv[:, None], next(turn)[:, None], first.shape[2] ** -0.5, sink)
+    kv, lists = _some_rows(-(-width // flashmla.ROW_PICKS) * flashmla.ROW_PICKS, tokens, device)
+    turn = cycle(lists)
+    return lambda first: flashmla.sparse_forward(first, kv[:, None], next(turn)[0][:, None], first.shape[2] ** -0.5, sink)
 
 
 def _flashinfer_rows(width: int, q: Tensor, device: torch.device) -> Callable[[Tensor], Any] | str:
     if len(q) > flashinfer_mla.TOKENS:
         return f"one plan takes {flashinfer_mla.TOKENS} tokens"
-    kv, turn = _some_rows(width, len(q), device)
+    kv, lists = _some_rows(width, len(q), device)
+    turn = cycle(lists)
     attention = flashinfer_mla.RowAttention(len(q), q.shape[1], width, q.shape[2] ** -0.5, device)
     rope, output, lse = flashinfer_mla.rope_of(len(kv), device), torch.empty_like(q), torch.empty(q.shape[:2], device=device)
 
     def run(first: Tensor) -> None:
-        attention.indices.copy_(next(turn).view(-1))
+        attention.indices.copy_(next(turn)[0].view(-1))
         attention.run(first, kv, rope, output, lse)
 
     return run

@@ -136,6 +136,34 @@ def test_pages_anywhere(layout):
 
 
 @kernel
+def test_lists_as_libraries_take_them():
+    from dsv4.fast.attention_bodies import within
+    from dsv4.fast.kernels.attention_lists import put
+
+    for dtype, width in ((torch.int32, 5), (torch.int64, 1100)):
+        picks, lengths = ints(-3, 60, 4, 2 * width, seed=width, dtype=dtype), ints(-2, width + 3, 4).to(DEVICE)
+        picks[0, 0] = torch.iinfo(dtype).max
+        picks = picks.to(DEVICE)[:, ::2]
+        for given in (None, lengths):
+            target = torch.full((4, 1280), 7, dtype=torch.int32, device=DEVICE)[:, : width + 3]
+            put(picks, given, 50, target, -1)
+            assert torch.equal(target[:, :width].long(), within(picks, given, 50).long())
+            assert (target[:, width:] == -1).all()
+
+
+@kernel
+def test_strides_and_alignment_change_no_bit():
+    """A sink and lengths with a stride, queries and rows that begin at odd addresses."""
+    q, rows, picks = numbers(3, 5, 64, seed=1).to(DEVICE), numbers(40, 64, seed=2).to(DEVICE), ints(-1, 40, 3, 9, seed=3).to(DEVICE)
+    sink, lengths = numbers(10, seed=4).float().to(DEVICE)[::2], ints(0, 9, 6, seed=5).to(DEVICE)[::2]
+    plain = run(attention.attend_rows, q, (rows, picks, lengths.contiguous()), sink=sink.contiguous(), splits=2)
+    odd = [torch.empty(one.numel() + 1, dtype=one.dtype, device=one.device)[1:].view(one.shape).copy_(one) for one in (q, rows)]
+    for queries, keys in ((q, rows), odd):
+        for one, other in zip(plain, run(attention.attend_rows, queries, (keys, picks, lengths), sink=sink, splits=2), strict=True):
+            assert torch.equal(one, other)
+
+
+@kernel
 @pytest.mark.parametrize("dim", [64, 256, 512])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_rows(dim, splits):

@@ -19,6 +19,7 @@ from dsv4.fast.attention_bodies import PagedPicks, Picks
 from dsv4.fast.attention_engines import LARGEST_BUFFER, Engine, Given, Holder, Pair, Sizes, empty_pair, picks_of, rows_there
 from dsv4.fast.compiled import run_eagerly
 from dsv4.fast.dispatch import describe
+from dsv4.fast.memory import aligned
 from dsv4.formats import KV_LAYOUTS, align
 from dsv4.types import Unsupported
 
@@ -36,7 +37,7 @@ class Padded(Holder):
         """Queries and sinks, as they are if their heads are enough."""
         tokens, heads, _ = q.shape
         if heads == self.heads:
-            return q.contiguous(), sink
+            return aligned(q), None if sink is None else sink.contiguous()
         self.q[:tokens, :heads].copy_(q)
         if sink is not None:
             self.sink[:heads].copy_(sink)
@@ -62,12 +63,19 @@ class PickBuffer(Holder):
 
     def fill(self, one: Picks | PagedPicks) -> Tensor:
         """A list's picks."""
-        numbers = picks_of(one)
-        tokens, picks = numbers.shape
-        filled = self.filled[:tokens]
-        filled[:, picks:] = -1  # also in a captured graph, which another call may have been before
-        filled[:, :picks].copy_(bodies.within(numbers, one.lengths, rows_there(one)))
+        filled = self.filled[: len(picks_of(one))]
+        put_picks(one, filled)
         return filled
+
+
+def put_picks(one: Picks | PagedPicks, target: Tensor) -> None:
+    """A list's picks into int32 target [tokens, as many columns or more]: -1 for all that do not count, and in the columns left over."""
+    numbers = picks_of(one)
+    if target.is_cuda and target.numel():
+        import_module("dsv4.fast.kernels.attention_lists").put(numbers, one.lengths, rows_there(one), target, -1)
+        return
+    target[:, numbers.shape[1] :] = -1
+    target[:, : numbers.shape[1]].copy_(bodies.within(numbers, one.lengths, rows_there(one)))
 
 
 class FlashMLAPages:
@@ -199,24 +207,25 @@ class FlashMLARows:
     def _run(self, call: Given, out: Pair | None) -> Pair:
         q, sink = self._padded.fill(call.q, call.sink)
         one = call.lists[0]
+        picks = self._picks[: len(q)]
         if self._buffer is None and isinstance(one, Picks):
-            rows, places = one.rows.contiguous(), [bodies.within(one.indices, one.lengths, one.rows.shape[0])]
+            rows = aligned(one.rows)
+            put_picks(one, picks)
         else:
             assert self._buffer is not None
-            rows, places = self._buffer.rows, self._buffer.fill(call.lists)
-        picks = put_side_by_side(places, self._picks[: len(q)], -1)
+            rows = self._buffer.rows
+            put_side_by_side(self._buffer.fill(call.lists), picks, -1)
         output, lse = flashmla.sparse_forward(q, rows[:, None], picks[:, None], call.scale, sink)
         return narrowed(output, lse, call.q.shape[1], out)
 
 
-def put_side_by_side(places: Sequence[Tensor], target: Tensor, rest: int) -> Tensor:
+def put_side_by_side(places: Sequence[Tensor], target: Tensor, rest: int) -> None:
     """Places of all lists in columns of one table, `rest` in those left over."""
     column = 0
     for part in places:
         target[:, column : column + part.shape[1]].copy_(part)
         column += part.shape[1]
     target[:, column:] = rest
-    return target
 
 
 class FlashInferRows:
@@ -248,7 +257,7 @@ class FlashInferRows:
         return out
 
     def _run(self, call: Given, output: Tensor, lse: Tensor) -> None:
-        tokens, given = len(call.q), (call.q.contiguous(), output, lse)
+        tokens, given = len(call.q), (aligned(call.q), output, lse)
         if tokens < self._step:
             self._q[:tokens].copy_(call.q)
             given = self._q, self._output, self._lse
@@ -280,7 +289,7 @@ class FlashInferPages:
         assert isinstance(main, PagedPicks)
         assert extra is None or isinstance(extra, PagedPicks)
         more = None if extra is None else slots[1]
-        self._attention.run(call.q.contiguous(), main, slots[0], extra, more, call.scale, output, lse)
+        self._attention.run(aligned(call.q), main, slots[0], extra, more, call.scale, output, lse)
         flashinfer_mla.scale_to_sink(output, lse, call.sink)
         return output, lse
 

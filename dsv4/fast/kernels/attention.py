@@ -23,11 +23,11 @@ from torch import Tensor
 
 from dsv4.fast.kernels.attention_rows import as_operand, bf16_rows, packed_rows, pick_slots, word_operand
 from dsv4.fast.kernels.codec_bits import has_native_e4m3, rounded
+from dsv4.fast.memory import ALIGNED, aligned
 from dsv4.formats import KVLayout
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-ALIGNED = 16  # bytes of the widest load
 HOPPER = (9, 0)
 
 
@@ -204,7 +204,7 @@ def merge(parts: Tensor, part_lses: Tensor, sink: Tensor | None, output: Tensor,
     compiled = isinstance(merge_kernel, triton.JITFunction)
     with torch.cuda.device_of(parts):
         merge_kernel[(tokens * heads,)](
-            parts, *parts.stride()[:3], part_lses, *part_lses.stride()[:2], part_lses if sink is None else sink, output,
+            parts, *parts.stride()[:3], part_lses, *part_lses.stride()[:2], part_lses if sink is None else sink.contiguous(), output,
             *output.stride()[:2], lse, lse.stride(0), HEADS=heads, DIMS=dims, SINK=sink is not None, SPLITS=splits, COMPILED=compiled,
             num_warps=4,
         )  # fmt: skip
@@ -215,7 +215,7 @@ def _paged_list(pages: Tensor, layout: KVLayout, page_size: int, slots: Tensor, 
 
 
 def _row_list(rows: Tensor, indices: Tensor, lengths: Tensor | None) -> dict[str, Any]:
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = aligned(rows)
     return {"rows": rows, "layout": None, "page": 1, "total": rows.shape[0], "slots": indices, "lengths": lengths}
 
 
@@ -223,17 +223,17 @@ def _attend(
     q: Tensor, main: dict[str, Any], extra: dict[str, Any] | None, sink: Tensor | None, scale: float, output: Tensor, lse: Tensor,
     splits: int, parts: Tensor | None, part_lses: Tensor | None,
 ) -> None:  # fmt: skip
-    q = q if q.stride(2) == 1 else q.contiguous()
+    q = aligned(q)
     other = main if extra is None else extra
     integers = torch.promote_types(main["slots"].dtype, other["slots"].dtype)
     arguments: dict[str, Any] = {"q": q, "q_token": q.stride(0), "q_head": q.stride(1), "scale": scale}
-    arguments["sink"] = lse if sink is None else sink
+    arguments["sink"] = lse if sink is None else sink.contiguous()
     for prefix, one in (("", main), ("extra_", other)):
         slots = one["slots"] if one["slots"].stride(1) == 1 else one["slots"].contiguous()
         arguments |= {
             f"{prefix}slots": slots.to(integers), f"{'extra' if prefix else 'slots'}_token": slots.stride(0),
             f"{prefix}width": 0 if prefix and extra is None else slots.shape[1], f"{prefix}total": one["total"],
-            f"{prefix}lengths": slots if one["lengths"] is None else one["lengths"],
+            f"{prefix}lengths": slots if one["lengths"] is None else one["lengths"].contiguous(),
         }  # fmt: skip
     split = (output[None], lse[None]) if parts is None or part_lses is None else (parts, part_lses)
     arguments |= {
