@@ -267,6 +267,18 @@ def test_chain(format):
 
 
 @kernel
+def test_nan_codes_are_marked_for_a_library():
+    from dsv4.fast.kernels.index_clean import mark_nan
+
+    codes = drawn(0, 0x7E, 3, 70, 32, seed=2, dtype=torch.uint8)
+    codes[0, 5, 31], codes[2, 69, 0] = 0x7F, 0xFF
+    factors = normal(3, 70, seed=3).float()
+    expected = factors.clone()
+    expected[0, 5], expected[2, 69] = NAN, NAN
+    assert torch.equal(mark_nan(codes, factors).view(torch.int32), expected.view(torch.int32))
+
+
+@kernel
 def test_unseen_numbers_of_a_library_are_cleaned():
     from dsv4.fast.kernels.index_clean import clean
 

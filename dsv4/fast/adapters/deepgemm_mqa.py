@@ -1,14 +1,17 @@
 """DeepGEMM's logits of an index: which function a version has, what a device's kernels take, and proofs.
 
 `fp8_mqa_logits` of 0.1.x gives a column for each key, `fp8_fp4_mqa_logits` of 0.2.x the keys of a query's own range from column 0 on.
-Neither promises anything outside of a range; NaN codes count as 0, and NaN scales as NaN. Its rows of logits are whole kilobytes apart.
+Neither promises anything outside of a range. A NaN code counts as 0, for a maximum with 0 drops it, but a NaN weight or scale shows: rows
+that hold one get one. In pages NaN codes stand beside NaN scales, as keys are stored. Rows of logits are whole kilobytes apart.
 FP4 is of SM100 and newer, weights and logits of bf16 are of SM10x alone. Source: spec A 5.7; kernels A.2, A.3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from inspect import signature
+from math import nan
 from typing import Any
 
 import torch
@@ -87,6 +90,8 @@ def mqa_logits(
     q, q_scales, weights = _whole_heads(q, q_scales, weights)
     weights = _aligned(weights.bfloat16() if narrow else weights.float())
     codes, keys = _codes(q, q_scales is not None), (_codes(k, q_scales is not None), _aligned(k_scales))
+    if q_scales is None:
+        weights, keys = _marked(codes, weights), (keys[0], _marked(*keys))
     if keeps_columns():
         options: dict[str, Any] = {"clean_logits": False, "max_seqlen_k": 0}
         if q_scales is None and not narrow:
@@ -144,6 +149,15 @@ def _whole_heads(q: Tensor, q_scales: Tensor | None, weights: Tensor) -> tuple[T
     if not missing:
         return q, q_scales, weights
     return pad(q, (0, 0, 0, missing)), None if q_scales is None else pad(q_scales, (0, missing)), pad(weights, (0, missing))
+
+
+def _marked(codes: Tensor, factors: Tensor) -> Tensor:
+    """Factors of rows of E4M3 codes, NaN where a row has a NaN."""
+    bytes_of = codes.view(torch.uint8)
+    if factors.is_cuda and factors.dtype == torch.float32:
+        marked: Tensor = import_module("dsv4.fast.kernels.index_clean").mark_nan(bytes_of, factors)
+        return marked
+    return factors.masked_fill(((bytes_of & 0x7F) == 0x7F).any(-1), nan)
 
 
 def _codes(codes: Tensor, fp4: bool) -> Tensor:

@@ -62,12 +62,13 @@ def load_kernel(
 
 def store(codes: Tensor, scales: Tensor, pages: Tensor, slots: Tensor, page_size: int) -> None:
     """Keys, codes as uint8, into pages; none of the tensors empty."""
-    total, slots = pages.shape[0] * page_size, slots.contiguous()
+    total, slots, scales = pages.shape[0] * page_size, slots.contiguous(), scales.contiguous()
+    scales = scales.as_strided(scales.shape, (1,))  # a single one may have any stride and count as contiguous
     with torch.cuda.device_of(pages):
         last = last_rows(slots, total)
         options = _options(pages, codes.shape[1], page_size)
         store_kernel[(triton.cdiv(len(slots), options["ROWS"]),)](
-            codes.contiguous(), scales.contiguous().view(torch.uint8), pages, pages.stride(0), slots, slots if last is None else last,
+            codes.contiguous(), scales.view(torch.uint8), pages, pages.stride(0), slots, slots if last is None else last,
             len(slots), total, SEARCH=last is None, **options,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Minus infinity into logits that a library computed and left as it liked outside of what a token sees."""
+"""What is to do around a library's logits: NaN codes made known to it before, minus infinity wherever a token does not see after."""
 
 from __future__ import annotations
 
@@ -30,6 +30,25 @@ def clean_kernel(
             seen = looked_at & (page >= 0) & (page < pages_there)
         none = tl.full([WIDE], float("-inf"), tl.float32).to(logits.dtype.element_ty)
         tl.store(logits + row * stride + at, none, mask=(at < entries) & (seen == 0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def mark_kernel(codes, factors, result, rows, BYTES: tl.constexpr, ROWS: tl.constexpr):
+    """Factors of rows of E4M3 codes, NaN where a code is."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    code = tl.load(codes + row[:, None] * BYTES + tl.arange(0, BYTES)[None, :], mask=live[:, None], other=0).to(tl.int32) & 0x7F
+    factor = tl.load(factors + row, mask=live, other=0.0)
+    tl.store(result + row, tl.where(tl.max(code, axis=1) == 0x7F, float("nan"), factor), mask=live)
+
+
+def mark_nan(codes: Tensor, factors: Tensor) -> Tensor:
+    """fp32 factors [...] of contiguous rows of codes [..., bytes], bytes a power of two, not empty: NaN where a row has a NaN code."""
+    result, rows, size = torch.empty_like(factors), factors.numel(), codes.shape[-1]
+    high = max(8192 // size, 1)
+    with torch.cuda.device_of(codes):
+        mark_kernel[(triton.cdiv(rows, high),)](codes, factors, result, rows, BYTES=size, ROWS=high, num_warps=4)
+    return result
 
 
 def clean(
