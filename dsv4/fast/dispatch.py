@@ -40,7 +40,16 @@ class Device(NamedTuple):
 
 def describe(device: torch.device) -> Device:
     """Kind and capability of one device; asked per call, since two cards of one process may differ."""
-    return Device("cuda", torch.cuda.get_device_capability(device)) if device.type == "cuda" else Device(device.type)
+    if device.type != "cuda":
+        return Device(device.type)
+    ask = torch.cuda.get_device_capability
+    return Device("cuda", ask(device)) if device.index is None else _card(ask, device)
+
+
+@cache
+def _card(ask: Callable[[torch.device], tuple[int, int]], device: torch.device) -> Device:
+    """A card keeps its capability."""
+    return Device("cuda", ask(device))
 
 
 Reason = str | None
@@ -107,6 +116,7 @@ class Implementation:
     library: Library | None = None  # the third-party library behind it
     symbol: str = ""  # the function of that library that must have proved itself
     verified: tuple[str, ...] = ("cpu", "SM90")  # devices on which the parity suite has passed
+    unclaimed: tuple[tuple[str, str], ...] = ()  # domains of its contract that it is not held to, and why
 
 
 @dataclass(frozen=True)
@@ -168,7 +178,10 @@ def register(function: str, *rows: Implementation) -> None:
     def run(*arguments: Any, impl: str | None = None) -> Any:
         if len(arguments) > count:
             arguments, impl = arguments[:count], arguments[count]
-        device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
+        for value in arguments:
+            if isinstance(value, torch.Tensor):
+                device = value.device
+                break
         chosen = resolve(function, device, dict(zip(names, arguments, strict=False)), impl)
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):  # kernels launch on the current card
@@ -216,12 +229,14 @@ def unusable(row: Implementation, device: torch.device, *, prove: bool = True) -
         return reason
     if row.library is None:
         return None
-    if (reason := row.library.missing() or row.library.lacks(row.symbol)) is not None:
+    if (reason := row.library.missing()) is not None or row.library.proved(row.symbol, str(described)):
         return reason
-    if prove:
-        return row.library.disproved(row.symbol, device)
-    known = row.library.recalled(row.symbol, device)
-    return None if known is None else known.wrong
+    if (reason := row.library.lacks(row.symbol)) is not None:
+        return reason
+    if not prove:
+        known = row.library.recalled(row.symbol, device)
+        return None if known is None else known.wrong
+    return row.library.disproved(row.symbol, device)
 
 
 @cache
@@ -231,11 +246,14 @@ def _answer(rule: DeviceRule, device: Device) -> Reason:
 
 
 def _default(function: str, rows: tuple[Implementation, ...], device: torch.device, arguments: Mapping[str, Any]) -> Implementation:
+    described = describe(device)
     for row in rows:
+        if _answer(row.device, described) is not None:
+            continue
         reason = row.arguments(arguments) or unusable(row, device)
         if reason is None:
             return row
-        if (function, row.backend) not in _said and _answer(row.device, describe(device)) is None:
+        if (function, row.backend) not in _said:
             _said.add((function, row.backend))
             log.info("%s: passing over %s: %s", function, row.backend, reason)
     reasons = "; ".join(f"{row.backend}: {row.arguments(arguments) or unusable(row, device)}" for row in rows)
@@ -311,6 +329,7 @@ class BackendStatus(NamedTuple):
     graph_safe: bool
     verified: bool
     tried: bool = True  # False: a library's function that has proved nothing here yet, and counts as usable until it has
+    unclaimed: tuple[tuple[str, str], ...] = ()  # domains of its contract that it is not held to, and why
 
 
 def backends(device: torch.device | str | None = None, *, prove: bool = False) -> list[BackendStatus]:
@@ -349,8 +368,9 @@ def _status(function: str, row: Implementation, device: torch.device, prove: boo
         words.append(f"not tried yet: {row.symbol} proves itself in `dsv4 doctor`, in warmup, or at its first call")
     if reason is None and not verified:
         words.append(f"not verified on {where}: the parity suite has not passed there")
+    words += [f"not held to {domain}: {why}" for domain, why in row.unclaimed]
     flags = row.deterministic, row.batch_invariant, row.graph_safe
-    return BackendStatus(function, row.backend, version, where, reason is None, "; ".join(words), *flags, verified, tried)
+    return BackendStatus(function, row.backend, version, where, reason is None, "; ".join(words), *flags, verified, tried, row.unclaimed)
 
 
 @cache

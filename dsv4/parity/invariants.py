@@ -101,15 +101,20 @@ def batch(trial: Trial, **_: Any) -> None:
 
 
 def padding(trial: Trial, **_: Any) -> None:
-    """Rows of NaN (bytes 0xFF) after the last leave the others' results alone."""
+    """Rows of NaN (bytes 0xFF) after the last leave the others' results alone; those are what they are beside rows of zeros where a
+    candidate is not batch-invariant.
+    """
     call = trial.call()
     count = call[_rows(trial)[0]].shape[0]
-    padded = call
+    padded, plain = call, call
+    alone = "batch" not in dict(trial.candidate.unclaimed)
     for argument in _rows(trial):
-        padded = padded.replace(argument, _padded(call[argument]))
-    whole = _read(trial, padded, trial.run(padded))
-    live = {name: take(tensor, list(range(count))) for name, tensor in whole.items()}
-    _same_rows(trial, _read(trial, call, trial.run(call)), live, f"{PAD_ROWS} rows of NaN after the last")
+        padded = padded.replace(argument, _padded(call[argument], -1))
+        plain = plain.replace(argument, call[argument] if alone else _padded(call[argument], 0))
+    live, expected = (
+        {name: take(tensor, list(range(count))) for name, tensor in _read(trial, some, trial.run(some)).items()} for some in (padded, plain)
+    )
+    _same_rows(trial, expected, live, f"{PAD_ROWS} rows of NaN after the last")
 
 
 def strides(trial: Trial, arguments: Sequence[int | str] | None = None, **_: Any) -> None:
@@ -238,11 +243,10 @@ def _same_rows(trial: Trial, expected: dict[str, Tensor], actual: dict[str, Tens
             raise Violation(name, comparison, what)
 
 
-def _padded(tensor: Tensor) -> Tensor:
+def _padded(tensor: Tensor, bits_of_rows: int) -> Tensor:
     bits = as_integers(tensor)
-    pad = torch.full((PAD_ROWS, *bits.shape[1:]), 1 if tensor.dtype is torch.bool else -1, dtype=torch.int64, device=tensor.device).to(
-        bits.dtype
-    )
+    value = abs(bits_of_rows) if tensor.dtype is torch.bool else bits_of_rows
+    pad = torch.full((PAD_ROWS, *bits.shape[1:]), value, dtype=torch.int64, device=tensor.device).to(bits.dtype)
     joined = torch.cat([bits, pad])
     return joined.bool() if tensor.dtype is torch.bool else joined.view(tensor.dtype)
 

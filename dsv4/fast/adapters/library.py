@@ -136,6 +136,10 @@ class Library:
                 proofs.keep(key, known)
         return known.wrong
 
+    def proved(self, function: str, where: str) -> bool:
+        """Whether a function has proved itself in this process, on a kind of device such as "SM90": quick, for every call asks."""
+        return self._proofs.get((function, where), "") is None
+
     def recalled(self, function: str, device: torch.device) -> Answer | None:
         """What a proof came to, in this process or an earlier one; None if there was none. Proves nothing itself."""
         key = self._key(function, device)
