@@ -233,9 +233,9 @@ def _fake_store(
     return _fake_compress(values, scores, state, starts, cu_seqlens, ratio, overlap)
 
 
-_TRITON = partial(Implementation, "triton", cuda_from(8, 0), verified=())
-_INDUCTOR = partial(Implementation, "inductor", any_device, any_arguments, verified=("cpu",))
-_EAGER = partial(Implementation, "eager", any_device, any_arguments, verified=("cpu",))
+_TRITON = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
+_INDUCTOR = partial(Implementation, "inductor", any_device, any_arguments, verified=("cpu", "SM90"))
+_EAGER = partial(Implementation, "eager", any_device, any_arguments, verified=("cpu", "SM90"))
 _WINDOWS = "Tensor values, Tensor scores, Tensor(a!) state, Tensor starts, Tensor cu_seqlens"
 
 ops.define("project", "(Tensor x, Tensor wkv, Tensor wgate) -> (Tensor, Tensor)", _fake_project)

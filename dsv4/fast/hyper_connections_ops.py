@@ -191,15 +191,15 @@ def _fake_boundary(y: Tensor, streams: Tensor, *arguments: Any, **_: Any) -> Par
     return streams.new_empty(streams.shape), *_mix_of(y, streams.shape[1]), *_empty_normed(y, output, scale_layout)
 
 
-_OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=())
+_OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
 
 
 def _eager(call: Callable[..., Any]) -> Implementation:
-    return Implementation("eager", any_device, any_arguments, call, verified=("cpu",))
+    return Implementation("eager", any_device, any_arguments, call, verified=("cpu", "SM90"))
 
 
 def _compiled(call: Callable[..., Any]) -> tuple[Implementation, ...]:
-    inductor = Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu",))
+    inductor = Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90"))
     return inductor, _eager(partial(call, run_eagerly))
 
 

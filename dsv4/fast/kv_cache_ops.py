@@ -160,11 +160,11 @@ def _register(
     name: str, schema: str, fake: Callable[..., Any], triton: Callable[..., Any], call: Callable[..., Any], *, compiled_first: bool = True
 ) -> None:
     rows = (
-        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu",)),
-        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu",)),
+        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90")),
+        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu", "SM90")),
     )
     ops.define(name, schema, fake)
-    on_cuda = Implementation("triton", cuda_from(8, 0), any_arguments, triton, verified=())
+    on_cuda = Implementation("triton", cuda_from(8, 0), any_arguments, triton, verified=("SM90",))
     dispatch.register(f"kv_cache.{name}", on_cuda, *(rows if compiled_first else rows[::-1]))
 
 

@@ -91,8 +91,8 @@ _OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",)
 
 def _rows(call: Callable[..., Tensor]) -> tuple[Implementation, ...]:
     return (
-        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu",)),
-        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu",)),
+        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90")),
+        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu", "SM90")),
     )
 
 
