@@ -107,6 +107,36 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
+class Mxfp8Pair(NamedTuple):
+    """E4M3 codes in groups of 32 along a row, and their power-of-two scales as words: an operand of a product of two such pairs.
+
+    The type is the tag: `Quantized` says nothing of its group, and scales of groups of 128 look the same.
+    """
+
+    codes: Tensor  # e4m3 [rows, k], row-major
+    scales: Tensor  # int32, four E8M0 bytes a word: packed [rows, ceil(k/128)], or 128x4 [ceil(rows/128), ceil(k/128), 32, 4]
+
+    @property
+    def layout(self) -> ScaleLayout:
+        """Where the scales lie: packed if they have two dimensions, else 128x4."""
+        return ScaleLayout.PACKED if self.scales.dim() == 2 else ScaleLayout.SWIZZLED_128X4
+
+
+class ProductMode(StrEnum):
+    """What is asked of a product besides its value."""
+
+    DEFAULT = "default"  # the fastest
+    DETERMINISTIC = "deterministic"  # the same bits in every run
+    BATCH_INVARIANT = "batch_invariant"  # a row's bits do not depend on the rows beside it
+
+
+class Mxfp8Route(NamedTuple):
+    """What to make of a pair, and who multiplies it."""
+
+    layout: ScaleLayout
+    backend: str
+
+
 class ScalePlacement(StrEnum):
     """Who multiplies the routed experts' part by the routed scaling factor (spec M 1.7)."""
 
