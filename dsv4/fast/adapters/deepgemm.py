@@ -1,15 +1,13 @@
-"""DeepGEMM (the wheels of sgl-deep-gemm): which wheel fits which torch, its layout transforms, statistics of residual streams, and proofs
-of its FP8 product.
+"""DeepGEMM (the wheels of sgl-deep-gemm): which wheel fits which torch, its layout transforms, and statistics of residual streams.
 
 Both transforms take one tensor in 0.1.5 and in 0.2.x alike. They leave the words behind the last row of a column undefined, so they are
-used where there are none, and they may return an input that already lies right, which an operator must not. Of the product's arguments the
-first five are the same in both series, and no other is passed. Source: spec A 8.1, 8.2; kernels 0b, A.2.
+used where there are none, and they may return an input that already lies right, which an operator must not. Source: spec A 8.1, 8.2;
+kernels 0b, A.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import nan
 from typing import Any
 
 import torch
@@ -114,66 +112,6 @@ def _wrong_strides(symbol: str, four_rows: Tensor) -> str | None:
     return None if strides == (1, 4) else f"strides {strides}, not (1, 4)"
 
 
-def fp8_gemm_nt(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, recipe: tuple[int, int, int] | None = None
-) -> Tensor:
-    """a [m, k] times b [n, k] transposed, both e4m3 with fp32 scales of 128 numbers.
-
-    Args:
-        a, a_scales: [m, k] and [m, ceil(k/128)].
-        b, b_scales: [n, k] and [ceil(n/128), ceil(k/128)]; for the recipe (1, 1, 128) [n, ceil(k/128)].
-        dtype: bf16; for the recipe (1, 1, 128) fp32.
-        recipe: None for the library's own.
-    """
-    out = torch.full((a.shape[0], b.shape[0]), nan, dtype=dtype, device=a.device)
-    LIBRARY.function(GEMM)((a, a_scales), (b, b_scales), out, None, recipe)
-    return out
-
-
-# b[n, k] = LATTICE[(n + k) mod 8], so that every product and sum is exact, in bf16 too. Over 128 k they add up to 48.
-LATTICE = (1.0, 2.0, -1.0, 0.5, 0.0, -2.0, 3.0, -0.5)
-# A row of a is one number in each group of 128 k, or ones. Rows of the product repeat after eight columns, in each half of its 256.
-PICKS = ((0, 1.0, 129, 2.0), (1, -2.0, 131, 1.0), (2, 0.5, 133, -1.0), (3, 4.0, 135, 0.5))
-A_SCALES = ((1.0, 2.0), (0.5, 1.0), (2.0, 0.25), (1.0, 4.0), (0.25, 0.5))
-B_SCALES = ((1.0, 0.5), (2.0, 4.0))
-PRODUCT = (
-    ((5.0, 0.0, 0.0, 0.5, -4.0, 4.0, 2.0, 1.5), (34.0, -12.0, 6.0, 1.0, -32.0, 44.0, -2.0, 15.0)),
-    ((-1.75, 1.0, -1.5, 1.5, 1.75, -2.5, 1.5, -1.5), (-2.0, 2.0, -9.0, 12.0, 2.0, -2.0, 9.0, -6.0)),
-    ((-0.75, 0.125, 0.0625, -2.125, 2.75, -0.375, 0.9375, 2.0), (0.0, -2.0, 0.5, -5.0, 4.0, 0.0, 1.5, 4.0)),
-    ((1.5, 1.0, -6.0, 11.0, -1.5, 4.0, 6.0, -1.0), (0.0, 8.0, 0.0, 16.0, 0.0, 8.0, 0.0, 16.0)),
-    ((24.0, 24.0, 24.0, 24.0, 24.0, 24.0, 24.0, 24.0), (120.0, 120.0, 120.0, 120.0, 120.0, 120.0, 120.0, 120.0)),
-)
-# Rows m mod 4 and columns n mod 2 of the large one: 48 in each of 32 groups, times 2^(m mod 4), halved in every odd group and odd column.
-LARGE_PRODUCT = ((1152.0, 576.0), (2304.0, 1152.0), (4608.0, 2304.0), (9216.0, 4608.0))
-
-
-def _lattice(n: int, k: int, device: torch.device) -> Tensor:
-    places = (torch.arange(n)[:, None] + torch.arange(k)) % len(LATTICE)
-    return torch.tensor(LATTICE)[places].to(torch.float8_e4m3fn).to(device)
-
-
-def _probe_gemm(device: torch.device) -> str | None:
-    a = torch.zeros(5, 256)
-    for row, (first, one, second, other) in enumerate(PICKS):
-        a[row, first], a[row, second] = one, other
-    a[4] = 1.0
-    codes, b = a.to(torch.float8_e4m3fn).to(device), _lattice(256, 256, device)
-    scales = torch.tensor(A_SCALES, device=device), torch.tensor(B_SCALES, device=device)
-    want = as_bytes([number for row in PRODUCT for half in row for number in half * 16], torch.bfloat16)
-    return known_answer(lambda: (fp8_gemm_nt(codes, scales[0], b, scales[1], torch.bfloat16),), (want,), device)
-
-
-def _probe_gemm_1d1d(device: torch.device) -> str | None:
-    # The size whose kernel does not compile in 0.1.5.post1: smaller ones get other tiles, and prove nothing.
-    m, n, k = 512, 2048, 4096
-    a, b = torch.ones(m, k).to(torch.float8_e4m3fn).to(device), _lattice(n, k, device)
-    a_scales = torch.tensor([1.0, 2.0, 4.0, 8.0]).repeat(m // 4)[:, None] * torch.tensor([1.0, 0.5]).repeat(k // 256)
-    b_scales = torch.tensor([1.0, 0.5]).repeat(n // 2)[:, None].expand(n, k // 128).contiguous()
-    want = as_bytes([number for row in LARGE_PRODUCT for number in row * (n // 2)], torch.float32) * (m // 4)
-    scales = a_scales.to(device), b_scales.to(device)
-    return known_answer(lambda: (fp8_gemm_nt(a, scales[0], b, scales[1], torch.float32, (1, 1, 128)),), (want,), device)
-
-
 PRENORM_SPLITS = 16  # of K, for any number of rows: they decide the order of its additions
 PRENORM_TILE = 64  # of K
 
@@ -216,6 +154,6 @@ LIBRARY = Library(
     distributions=("sgl-deep-gemm",),
     install=install_command(torch.__version__),
     fits=lambda version: unfit(version, torch.__version__),
-    probes={PACK: _probe_pack, ALIGN: _probe_align, GEMM: _probe_gemm, GEMM_1D1D: _probe_gemm_1d1d, PRENORM: _probe_prenorm},
+    probes={PACK: _probe_pack, ALIGN: _probe_align, PRENORM: _probe_prenorm},
     devices=DEVICES,
 )
