@@ -22,7 +22,10 @@ from dsv4.fast.warmup import LIBRARIES
 from dsv4.parity import mutants
 
 ROOT = Path(dsv4.__file__).resolve().parents[1]
-COMPONENTS = "attention, codecs, compressor, eplb, hyper_connections, indexer, kv_cache, norms, quantization, rotary, routing, scales"
+COMPONENTS = (
+    "attention, codecs, compressor, eplb, hyper_connections, indexer, kv_cache, linear, norms, output_projection, quantization, rotary, "
+    "routing, scales"
+)
 BACKEND_COLUMNS = [
     "component", "function", "backend", "version", "capability", "status", "reason", "deterministic", "batch-invariant", "graph-safe",
     "contract", "verified",
@@ -30,12 +33,16 @@ BACKEND_COLUMNS = [
 PROOFS = [
     ("sgl-deep-gemm", "get_mn_major_tma_aligned_packed_ue8m0_tensor"),
     ("sgl-deep-gemm", "get_mn_major_tma_aligned_tensor"),
-    ("sgl-deep-gemm", "fp8_gemm_nt"),
-    ("sgl-deep-gemm", "fp8_gemm_nt 1d1d"),
     ("sgl-deep-gemm", "tf32_hc_prenorm_gemm"),
     ("sgl-deep-gemm", "fp8_fp4_mqa_logits"),
     ("sgl-deep-gemm", "fp8_fp4_mqa_logits fp4"),
     ("sgl-deep-gemm", "fp8_fp4_paged_mqa_logits"),
+    ("sgl-deep-gemm", "fp8_gemm_nt"),
+    ("sgl-deep-gemm", "fp8_gemm_nt 1d1d"),
+    ("sgl-deep-gemm", "fp8_gemm_nt block32"),
+    ("sgl-deep-gemm", "fp8_gemm_nt mxfp8"),
+    ("sgl-deep-gemm", "fp8_einsum"),
+    ("sgl-deep-gemm", "einsum"),
     ("flashinfer", "block_scale_interleave"),
     ("flashinfer", "mxfp8_quantize"),
     ("flashinfer", "fused_moe.hash_topk"),
@@ -44,6 +51,7 @@ PROOFS = [
     ("flashinfer", "mhc.mhc_pre_big_fuse"),
     ("flashinfer", "top_k_ragged_transform"),
     ("flashinfer", "mla.BatchMLAPagedAttentionWrapper"),
+    ("flashinfer", "mm_mxfp8"),
     ("sgl-flash-mla", "flash_mla_sparse_fwd"),
     ("sgl-flash-mla", "flash_mla_with_kvcache"),
 ]

@@ -238,6 +238,7 @@ def test_device_rules(rule: dispatch.DeviceRule, allowed: set[Capability]) -> No
 DEEPGEMM_ON = {(9, 0), (10, 0), (10, 3), (10, 7), (12, 0)}  # not 12.1, where it faults
 FLASHINFER_ON = {(9, 0), (10, 0), (10, 3), (10, 7), (12, 0), (12, 1)}
 MXFP8_ON = {(10, 0), (10, 3), (10, 7), (12, 0), (12, 1)}  # empty below SM100
+DEEPGEMM_PAIRS_ON = DEEPGEMM_ON - {(9, 0)}
 FLASHMLA_ON = {(9, 0), (10, 0), (10, 3)}
 MLA_ON = {(9, 0), (12, 0), (12, 1)}  # FlashInfer's: bf16 rows on SM90, pages of V4.1 on SM120
 EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
@@ -321,6 +322,13 @@ EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
     "indexer.select_topk": ("triton", "inductor", {"flashinfer": FLASHINFER_ON}),
     "indexer.store_index_keys": ("triton", "eager", {}),
     "indexer.visible_entries": ("triton", "eager", {}),
+    "linear.linear_fp8": ("triton", "inductor", {"deepgemm": DEEPGEMM_ON}),
+    "linear.linear_mxfp8": ("triton", "inductor", {"flashinfer": MXFP8_ON, "deepgemm": DEEPGEMM_PAIRS_ON}),
+    "linear.norm_quantize": ("triton", "inductor", {}),
+    "linear.swiglu_quantize": ("triton", "inductor", {}),
+    "output_projection.project_groups": ("triton", "inductor", {"deepgemm": DEEPGEMM_ON}),
+    "output_projection.project_groups_pair": ("triton", "inductor", {}),
+    "output_projection.rotate_quantize": ("triton", "inductor", {}),
 }
 ARGUMENTS = {"scales": torch.zeros(128, 4, dtype=torch.uint8)}
 

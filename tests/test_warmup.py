@@ -17,7 +17,9 @@ from dsv4.fast import (
     hyper_connections,
     indexer,
     kv_cache,
+    linear,
     norms,
+    output_projection,
     quantization,
     rotary,
     routing,
@@ -27,6 +29,7 @@ from dsv4.fast import (
 from dsv4.fast.adapters import flashmla
 from dsv4.fast.warmup import counted
 from dsv4.fast.warmup_calls import CALLS
+from dsv4.fast.warmup_products import tokens_of_tiles, weights
 from dsv4.types import ArgumentError, PagedRows
 
 CPU = torch.device("cpu")
@@ -65,6 +68,7 @@ def serve(tokens: int, device: str) -> None:
     for format in ("fp4", "fp8"):
         serve_indexer(tokens, format, device)
     serve_attention(tokens, device)
+    serve_products(tokens, device)
 
 
 def serve_streams(tokens: int, device: str) -> None:
@@ -133,10 +137,35 @@ def serve_attention(tokens: int, device: str) -> None:
         function(q, main, window, torch.zeros(64, device=device))
 
 
+def serve_products(tokens: int, device: str) -> None:
+    def weight(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.zeros(shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        grid = (*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128)
+        return codes, torch.full(grid, 127, dtype=torch.uint8, device=device)
+
+    layout = "rows" if device == "cpu" else "mn_major"
+    x, norm = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((tokens, 4096), (4096,)))
+    normed = linear.norm_quantize(x, norm, eps=1e-6, group=128, scale_layout=layout)
+    q = linear.linear_fp8(normed, *weight(1024, 4096))
+    linear.linear_fp8(linear.norm_quantize(q, norm[:1024], eps=1e-6, group=128, scale_layout=layout), *weight(64, 1024))
+    linear.norm_quantize(q, norm[:1024], eps=1e-6, group=128, scale_layout="packed")
+    gate, up = linear.linear_fp8(x, *weight(4096, 4096)).split(2048, 1)
+    linear.linear_fp8(linear.swiglu_quantize(gate, up, limit=10.0, group=128, scale_layout=layout), *weight(4096, 2048))
+    o, positions = torch.randn(tokens, 64, 512, device=device).to(torch.bfloat16), torch.arange(tokens, device=device)
+    table = rotary.rope_table(rotary.rope_frequencies(10000.0, device=device), 512)
+    rotated = output_projection.rotate_quantize(o, table, positions, groups=8, scale_layout=layout)
+    of_groups = weight(8, 128, 4096)
+    for given in (rotated, o.view(tokens, 8, 4096)):
+        z = output_projection.project_groups(given, *of_groups)
+    output_projection.project_groups(o.view(tokens, 8, 4096), *of_groups, scale="fp32")
+    output_projection.project_groups(o.view(tokens, 8, 4096), torch.zeros(8, 128, 4096, dtype=torch.bfloat16, device=device))
+    output_projection.project_out(torch.cat([z] * 8, 2), *weight(64, 8192))
+
+
 def test_afterwards_nothing_compiles(warmed: tuple[str, WarmupReport]) -> None:
     device, report = warmed
     if device == "cpu":  # Triton keeps what earlier tests of this process have compiled
-        assert sum(call.graphs for call in report.calls) == 39
+        assert sum(call.graphs for call in report.calls) == 44
     with counted() as count:
         for tokens in (1, 2, 16, 129, 300):
             serve(tokens, device)
@@ -162,7 +191,7 @@ def test_the_report(warmed: tuple[str, WarmupReport]) -> None:
     names = [call.call for call in report.calls]
     assert "quantization: quantize_fp8, dequantize [4096] 128 ue8m0 packed, 3 tokens" in names
     assert "routing: route 256 experts by token, 3 tokens" in names
-    assert len({proof.function for proof in report.proofs}) == 18
+    assert len({proof.function for proof in report.proofs}) == 23
     assert report.seconds >= sum(call.seconds for call in report.calls)
     if device == "cpu":
         assert {proof.state for proof in report.proofs} == {"not usable"}
@@ -188,6 +217,11 @@ EXPECTED_CALLS = {
         "scales",
         [f"{what} [{groups}]" for groups in (40, 72, 160, 256) for what in ("packed", "align_mn_major", "128x4")],
     ),
+    "output projection of V4.1": (
+        V41_FLASH,
+        "output_projection",
+        ["project_groups, 2", "project_groups_pair packed, 2", "project_groups_pair 128x4, 2", "project_out"],
+    ),
 }
 
 
@@ -195,6 +229,18 @@ EXPECTED_CALLS = {
 def test_calls_of_each_model(case: str) -> None:
     config, component, names = EXPECTED_CALLS[case]
     assert [name for name, _ in CALLS[component](config, 2, CPU)] == names
+
+
+def test_products_run_at_a_number_of_tokens_of_every_tile() -> None:
+    """On CUDA, where tiles are kernels of their own; here as our kernels choose them for an H200."""
+    from dsv4.fast.kernels.linear_tiles import plan
+
+    for (n, k), block in ((weights(V4_FLASH)[0], 128), (weights(V41_FLASH)[-1], 32), ((1024, 4096), 0)):
+        counts, batch = tokens_of_tiles(n, k, 8 if block == 0 else 1, block, CPU), 8 if block == 0 else 1
+        known = {plan(tokens, n, k, batch, block, CPU, words=words) for tokens in counts for words in (True, False)}
+        assert counts[0] == 1
+        for tokens in (1, 16, 17, 100, 129, 1000, 4000, 4096):
+            assert {plan(tokens, n, k, batch, block, CPU, words=words) for words in (True, False)} <= known, tokens
 
 
 @pytest.mark.parametrize("config", [V4_PRO, V41_FLASH, V4_FLASH_0731])
@@ -239,7 +285,7 @@ def test_libraries_prove_themselves_first(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ([], None, "shapes: got none; must be at least one number of tokens"),
         ([4, 0], None, "shapes: got 0; must be at least 1"),
-        ([4], ["linear"], "components: got 'linear'; must be one of quantization, scales, routing"),
+        ([4], ["experts"], "components: got 'experts'; must be one of quantization, scales, routing"),
     ],
 )
 def test_wrong_arguments(shapes: list[int], components: list[str] | None, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

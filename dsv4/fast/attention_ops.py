@@ -21,7 +21,7 @@ from dsv4.fast.attention_bodies import PagedPicks, Picks
 from dsv4.fast.attention_engines import Blocks, Engine, Given, Pair, Sizes, Triton, empty_pair, kernel, picks_of, rows_there, sizes_of
 from dsv4.fast.attention_libraries import FlashMLAPages, FlashMLARows, flashinfer_engine, load
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_exactly, cuda_from
+from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_exactly, cuda_from
 from dsv4.formats import fp32
 
 Run = Callable[..., Any]
@@ -31,21 +31,9 @@ LEAST_DIM, MOST_DIM, MOST_HEADS = 64, 512, 128  # of our kernels
 DRAFT_ROWS = 2**15  # decoded for some drafts at a time: 32 MiB of bf16
 
 
-class Splitting(Implementation):
-    """An implementation that splits by the number of tokens, unless use(batch_invariant=True) is in force."""
-
-    @property
-    def batch_invariant(self) -> bool:
-        return not may_split()
-
-    @batch_invariant.setter
-    def batch_invariant(self, _: bool) -> None:
-        """The field of the dataclass, which is not kept."""
-
-
 def may_split() -> bool:
     """Whether nobody demands that rows do not depend on the batch."""
-    return not dispatch._demands.get().batch_invariant
+    return not dispatch.batch_invariant()
 
 
 def takes(arguments: Mapping[str, Any]) -> str | None:
@@ -186,7 +174,7 @@ ENGINES: dict[str, dict[str, Make]] = {
 
 def _attention(name: str, schema: str, call: Callable[..., Pair], mla: Implementation, rows_alone: bool) -> None:
     engines = ENGINES[name]
-    own = Splitting if name == "decode_attention" else Implementation
+    own = Adaptive if name == "decode_attention" else Implementation
     fits, there = (flashinfer_mla.takes_rows, SM90) if rows_alone else (flashinfer_mla.takes_pages, flashinfer_mla.DEVICES)
     ops.define(name, schema, _fake_pair)
     dispatch.register(

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -42,8 +42,8 @@ def describe(device: torch.device) -> Device:
     """Kind and capability of one device; asked per call, since two cards of one process may differ."""
     if device.type != "cuda":
         return Device(device.type)
-    ask = torch.cuda.get_device_capability
-    return Device("cuda", ask(device)) if device.index is None else _card(ask, device)
+    ask, index = torch.cuda.get_device_capability, cast("int | None", device.index)
+    return Device("cuda", ask(device)) if index is None else _card(ask, device)
 
 
 @cache
@@ -167,6 +167,23 @@ def use(
         _demands.reset(token)
 
 
+def batch_invariant() -> bool:
+    """Whether use(batch_invariant=True) is in force: a row that can be so, at a price, asks."""
+    return _demands.get().batch_invariant
+
+
+class Adaptive(Implementation):
+    """An implementation that fits itself to the number of tokens, unless use(batch_invariant=True) is in force."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        return batch_invariant()
+
+    @batch_invariant.setter
+    def batch_invariant(self, _: bool) -> None:
+        """The field of the dataclass, which is not kept."""
+
+
 def register(function: str, *rows: Implementation) -> None:
     """Give a public function ("component.function", whose operator is dsv4::function) its table, best row first."""
     TABLES[function] = rows
@@ -217,14 +234,22 @@ def resolve(function: str, device: torch.device, arguments: Mapping[str, Any], i
 
 def unusable(row: Implementation, device: torch.device, *, prove: bool = True) -> Reason:
     """Why a row cannot run on a device under the demands in force; None if it can. `prove=False` tries nothing and trusts the untried."""
+    described = describe(device)
+    return _lacking(row) or _answer(row.device, described) or _unready(row, device, described, prove)
+
+
+def _lacking(row: Implementation) -> Reason:
+    """The property that is demanded and that a row does not have."""
     demands = _demands.get()
     if demands.batch_invariant and not row.batch_invariant:
         return "is not batch-invariant, which use(batch_invariant=True) demands"
     if demands.deterministic and not row.deterministic:
         return "is not deterministic, which use(deterministic=True) demands"
-    described = describe(device)
-    if (reason := _answer(row.device, described)) is not None:
-        return reason
+    return None
+
+
+def _unready(row: Implementation, device: torch.device, described: Device, prove: bool) -> Reason:
+    """What a row needs besides a device that its rule allows, and does not find."""
     if row.backend in ("triton", "inductor") and (reason := _toolchain(row.backend, described.kind)) is not None:
         return reason
     if row.library is None:
@@ -250,7 +275,7 @@ def _default(function: str, rows: tuple[Implementation, ...], device: torch.devi
     for row in rows:
         if _answer(row.device, described) is not None:
             continue
-        reason = row.arguments(arguments) or unusable(row, device)
+        reason = row.arguments(arguments) or _lacking(row) or _unready(row, device, described, True)
         if reason is None:
             return row
         if (function, row.backend) not in _said:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsv4.configs import ModelConfig
 from dsv4.fast import attention, compressor, hyper_connections, indexer, kv_cache, norms, quantization, rotary, routing, scales
 from dsv4.fast.attention_engines import Sizes, tokens_of_splits
+from dsv4.fast.warmup_products import linear_calls, output_calls
 from dsv4.formats import INDEX_LAYOUTS, KV_LAYOUTS
 from dsv4.rope_tables import rope_frequencies, rope_table
 from dsv4.types import IndexKeys, IndexQueries, PagedRows
@@ -382,4 +383,6 @@ CALLS: dict[str, Callable[[ModelConfig, int, torch.device], Iterator[Call]]] = {
     "compressor": _compressor,
     "indexer": _indexer,
     "attention": _attention,
+    "linear": linear_calls,
+    "output_projection": output_calls,
 }
