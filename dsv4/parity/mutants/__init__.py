@@ -113,7 +113,7 @@ def _generic(contract: Contract) -> list[Mutant]:
         return last.pop(0) if len(last) > 1 else last[0]
 
     def its_input(*args: Any, **kwargs: Any) -> Any:
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        given = _first_tensor((*args, *kwargs.values()))
         return _rebuilt(reference(*args, **kwargs), lambda tensor: tensor if given is None else _recast(given, tensor))
 
     faults = {
@@ -125,6 +125,15 @@ def _generic(contract: Contract) -> list[Mutant]:
         Mutant(f"{contract.function}-{name}", contract.component, contract.function, call, fault, "generic")
         for name, (call, fault) in faults.items()
     ]
+
+
+def _first_tensor(values: Iterable[Any]) -> Tensor | None:
+    """The first of these that is a tensor, or the first tensor of the first tuple that holds one."""
+    for value in values:
+        found = _first_tensor(value) if isinstance(value, tuple) else value
+        if isinstance(found, Tensor):
+            return found
+    return None
 
 
 def _rebuilt(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
