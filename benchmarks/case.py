@@ -27,7 +27,8 @@ Raw = Mapping[str, Callable[[Any], Any] | str]  # what a library or torch offers
 class Case:
     """One call of one function: its first argument, a tensor or several as a NamedTuple, rotates; the others stay.
 
-    The limit is a copy of as many bytes, or the `limit` that is named. `read` is in bytes, where not all of each tensor is read.
+    The limit is a copy of as many bytes, or the `limit` that is named. `read` is in bytes, where not all of each tensor is read. `table`
+    names the function whose backends run this one, where it has no table of its own.
     """
 
     function: str  # component.function
@@ -37,15 +38,37 @@ class Case:
     raw: Raw = field(default_factory=dict)
     limit: tuple[str, Callable[[Any], Any]] | None = None
     read: int | None = None
+    table: str = ""
 
     def call(self, function: Callable[..., Any], first: First, **more: Any) -> Any:
         """Call a twin."""
         return function(first, *self.args[1:], **self.options, **more)
 
+    def judged(self) -> tuple[Any, ...]:
+        """Arguments whose result is what `part` is compared with: all of them."""
+        return self.args
+
+    def part(self, result: Any) -> Any:
+        """What of a result is compared: all of it."""
+        return result
+
     def fresh(self) -> Case:
         """The same case with tensors of its own but for the first: a call may add to counters."""
         args = (self.args[0], *map(duplicate, self.args[1:]))
         return replace(self, args=args, options={name: duplicate(value) for name, value in self.options.items()})
+
+
+@dataclass(frozen=True)
+class Together(Case):
+    """A case whose first argument is a tuple of all its tensors, so that all rotate: a weight that stays would be read from the cache."""
+
+    def call(self, function: Callable[..., Any], first: Any, **more: Any) -> Any:
+        """Call a twin."""
+        return function(*first, **self.options, **more)
+
+    def judged(self) -> tuple[Any, ...]:
+        """The tensors of the first argument."""
+        return tuple(self.args[0])
 
 
 def activations(rows: int, width: int, device: torch.device) -> Tensor:

@@ -3,7 +3,8 @@
 All lines of a case are measured in one run. On CUDA a call is timed inside a graph whose first input rotates beyond the L2 cache, and the
 host's time to issue it has a column of its own; the reference, which no graph can hold, is timed with the host waiting for it. The limit
 is a copy that reads and writes as many bytes, or an empty kernel where a launch is all there is to it. An implementation is compared with
-the reference on the very inputs that it would be timed on, as its contract says, and not timed if it fails.
+the reference on the very inputs that it would be timed on, as its contract says, and not timed if it fails; of large products a case may
+say which rows and columns are compared, for bounds follow every step of a sum.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from dsv4.parity.trial import compare_output_bytes
 from dsv4.types import ArgumentError
 
 COMPONENTS = (  # each a module of this package
-    "attention", "codecs", "compressor", "eplb", "hyper_connections", "indexer", "kv_cache", "norms", "quantization", "rotary", "routing",
-    "scales",
+    "attention", "codecs", "compressor", "eplb", "hyper_connections", "indexer", "kv_cache", "linear", "norms", "output_projection",
+    "quantization", "rotary", "routing", "scales",
 )  # fmt: skip
 LIBRARIES = ("deepgemm", "flashinfer", "flashmla")
 
@@ -80,7 +81,7 @@ def _of_case(case: Case, device: torch.device, backends: Collection[str]) -> Ite
         limit = line(what, *taken)
         yield limit if case.limit is None else replace(limit, gb_s=None)
     for status in fast.backends(device, prove=True):
-        if status.function == case.function and status.usable and (not backends or status.backend in backends):
+        if status.function == (case.table or case.function) and status.usable and (not backends or status.backend in backends):
             yield _checked(case, status, twin, reference, expected, line)
     for what, raw in case.raw.items():
         yield line(f"raw: {what}", note=f"not timed: {raw}") if isinstance(raw, str) else _timed(line, f"raw: {what}", raw, first)
@@ -145,8 +146,8 @@ def _unfit(case: Case, run: Callable[[Any], Any], expected: Any) -> str | None:
     except Exception as error:
         return f"raised {_in_a_line(error)}"
     contract = contracts.find(case.function)
-    wanted, got = _named(contract, expected), _named(contract, actual)
-    call = Call(case.args, {**_defaults(contract), **case.options})
+    wanted, got = _named(contract, case.part(expected)), _named(contract, case.part(actual))
+    call = Call(case.judged(), {**_defaults(contract), **case.options})
     if wanted.keys() != got.keys():
         return f"fails parity: returns {', '.join(got)}, not {', '.join(wanted)}"
     for name in wanted:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import routing, suite
+from benchmarks import linear, output_projection, routing, suite
 from benchmarks.case import Case
 from benchmarks.harness import duplicate, tensors
 from dsv4 import cli
 from dsv4.fast import dispatch
-from dsv4.types import IndexKeys, PagedRows
+from dsv4.parity.compare import as_integers
+from dsv4.types import IndexKeys, Mxfp8Pair, PagedRows, Quantized
 
 CPU = torch.device("cpu")
 PART_OF_ANOTHER = {"scales.zero_pad_rows_"}  # zero_pad_rows with out=
+WITHOUT_TABLE = {"output_projection.project_out"}  # runs on the backends of another
 ONE_OF_EACH = {
     "attention": ("window_indices", 1, 0),
     "codecs": ("unpack_fp4", 1, 0),
@@ -27,7 +30,9 @@ ONE_OF_EACH = {
     "hyper_connections": ("expand", 1, 0),
     "indexer": ("store_index_keys", 2, 0),
     "kv_cache": ("page_slots", 1, 0),
+    "linear": ("norm_quantize", 5, 0),
     "norms": ("hadamard", 2, 0),
+    "output_projection": ("rotate_quantize", 6, 0),
     "quantization": ("quantize_mxfp4", 1, 0),
     "rotary": ("norm_rope", 2, 0),
     "routing": ("route", 4, 1),
@@ -50,7 +55,7 @@ def eager(case: Case) -> list[suite.Line]:
 
 @pytest.mark.parametrize("component", suite.COMPONENTS)
 def test_every_function_has_a_case(component: str) -> None:
-    wanted = {function for function in dispatch.TABLES if function.partition(".")[0] == component} - PART_OF_ANOTHER
+    wanted = {function for function in {*dispatch.TABLES, *WITHOUT_TABLE} if function.partition(".")[0] == component} - PART_OF_ANOTHER
     found = list(cases(component))
     assert {case.function for case in found if case.label.startswith("128")} == wanted
     assert all(sum(case.label.startswith(f"{preset}, ") for case in found) >= 5 for preset in ("V4-Flash", "V4-Pro", "V4.1-Flash"))
@@ -106,6 +111,73 @@ def test_arbitrary_products_are_held_to_a_bound(monkeypatch: pytest.MonkeyPatch)
     assert eager(case)[1].note == ""
     replace_eager("routing.gate_logits", lambda x, weight: x[:, 256:].float() @ weight[:, 256:].float().T, monkeypatch)
     assert eager(case)[1].note == "not timed: fails parity: result: outside the bound"
+
+
+def of_products(component: str) -> list[Case]:
+    """Cases of products and of pairs from one, of 130 tokens: more than are compared."""
+    module = {"linear": linear, "output_projection": output_projection}[component]
+    return [case for case in module.sweep(130, 640, CPU) if isinstance(case, linear.Product | output_projection.Groups)]
+
+
+@pytest.mark.parametrize("component", ["linear", "output_projection"])
+def test_some_rows_and_columns_of_a_product_are_compared(component: str) -> None:
+    """The part of the result that is compared is the result of that part of the arguments."""
+    for case in of_products(component):
+        reference = getattr(import_module(f"dsv4.reference.{component}"), case.function.partition(".")[2])
+        result, part = case.call(reference, case.args[0]), reference(*case.judged(), **case.options)
+        if isinstance(part, Mxfp8Pair):
+            part = Quantized(part.codes, linear.in_rows(part.scales, *part.codes.shape, 32))
+        compared = case.part(result)
+        assert [as_integers(one).tolist() for one in tensors(compared)] == [as_integers(one).tolist() for one in tensors(part)]
+        assert 0 < sum(one.numel() for one in tensors(compared)) < sum(one.numel() for one in tensors(result))
+
+
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of the next group, and one block of outputs that nobody has written."""
+    case = next(case for case in of_products("linear") if case.label.endswith("e8m0"))
+    (right,) = (row.call for row in dispatch.TABLES["linear.linear_fp8"] if row.backend == "eager")
+    assert eager(case)[1].note == ""
+    replace_eager("linear.linear_fp8", lambda x, scales, *rest: right(x, scales.roll(1, 1), *rest), monkeypatch)
+    assert eager(case)[1].note == "not timed: fails parity: result: outside the bound"
+    replace_eager("linear.linear_fp8", lambda *given: right(*given).index_fill_(1, torch.arange(512, 640), 0.0), monkeypatch)
+    assert eager(case)[1].note == "not timed: fails parity: result: outside the bound"
+
+
+def test_scales_of_producers_are_compared_in_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte of many is off."""
+    (right,) = (row.call for row in dispatch.TABLES["linear.swiglu_quantize"] if row.backend == "eager")
+
+    def wrong(*given: Any) -> tuple[Tensor, Tensor]:
+        codes, scales = right(*given)
+        if scales.dtype == torch.float32:
+            scales[2, 1] *= 2
+        else:
+            scales.view(-1)[4] += 1  # in 128x4 the first word of row 1
+        return codes, scales
+
+    chosen = [case for case in linear.sweep(5, 384, CPU) if case.function == "linear.swiglu_quantize"]
+    assert [eager(case)[1].note for case in chosen] == [""] * 5
+    replace_eager("linear.swiglu_quantize", wrong, monkeypatch)
+    notes = {case.options["scale_layout"]: eager(case)[1].note for case in chosen if case.options["scale_layout"] != "packed"}
+    assert notes == dict.fromkeys(("rows", "mn_major", "128x4"), "not timed: fails parity: scales: a choice that the bound does not permit")
+
+
+def test_operands_rotate_together() -> None:
+    """A copy of the first argument has a weight of its own, and a call takes it from there."""
+    case = next(case for case in of_products("linear") if case.function == "linear.linear_mxfp8")
+    first = duplicate(case.args[0])
+    assert [type(part) for part in first] == [Mxfp8Pair, Mxfp8Pair]
+    seen = []
+    case.call(lambda x, weight: seen.append((x, weight)), first)
+    assert seen == [(first[0], first[1])]
+    assert not {part.data_ptr() for part in tensors(first)} & {part.data_ptr() for part in tensors(case.args[0])}
+
+
+def test_a_function_without_a_table_runs_on_another_s_backends() -> None:
+    case = next(case for case in output_projection.sweep(3, 96, CPU) if case.table == "linear.linear_fp8")
+    assert [(line.function, line.what, line.note) for line in eager(case)] == [
+        ("output_projection.project_out", what, "") for what in ("limit: a copy", "eager", "reference")
+    ]
 
 
 def test_counters_start_anew_for_each_implementation() -> None:
