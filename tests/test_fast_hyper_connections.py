@@ -303,8 +303,9 @@ def test_one_function_decides_on_shapes(streams, hidden):
 def test_every_way_keeps_what_may_be_demanded():
     rows = [row for function, rows in dispatch.TABLES.items() if function.startswith("hyper_connections.") for row in rows]
     assert len(rows) == 16
-    assert all(row.deterministic and row.batch_invariant and row.graph_safe for row in rows)
+    assert all(row.deterministic and row.graph_safe for row in rows)
     with use(batch_invariant=True, deterministic=True):
+        assert all(row.batch_invariant for row in rows)
         fast.boundary(*inputs(2), **V4)
 
 

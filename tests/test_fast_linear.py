@@ -458,13 +458,13 @@ def test_rows_of_our_kernels(kernels):
             same(fast.swiglu_quantize(x, x, limit=0.1, impl="triton", **options), reference.swiglu_quantize(x, x, limit=0.1, **options))
     assert ("quantize", 32, "rows", "official") in kernels
     assert {asked[1] for asked in kernels if asked[0] == "invariant"} == {False}
+    limits = {asked[1] for asked in kernels if asked[0] == "swiglu"}
+    assert limits == {torch.tensor(0.1).item()}  # an fp32 number
     kernels.clear()
     with use(batch_invariant=True):
         fast.linear_fp8(normal(5, 64), codes(9, 64), powers(1, 2), block=32, impl="triton")
         fast.linear_mxfp8(left, right, impl="triton")
     assert [asked for asked in kernels if asked[0] == "invariant"] == [("invariant", True)] * 2
-    limits = {asked[1] for asked in kernels if asked[0] == "swiglu"}
-    assert limits == {torch.tensor(0.1).item()}  # an fp32 number
 
 
 @pytest.mark.parametrize(("capability", "layout"), [(SM90, "mn_major"), (SM100, "packed")])

@@ -1,8 +1,9 @@
 """The operators of `hyper_connections`, and what implements them.
 
-A boundary is three launches of Triton: the new streams, their statistics in splits of K, and everything after. Elsewhere inductor compiles
-`expand` and `collapse`; statistics and Sinkhorn are made of torch's own operations, the same ones for every row of a table. All rows give
-a token the same bits in any batch.
+A boundary is three launches of Triton: the new streams, their statistics in splits of K, and everything after; for many tokens on SM90 it
+is two, of Gluon and Triton, unless use(batch_invariant=True) is in force. Elsewhere inductor compiles `expand` and `collapse`; statistics
+and Sinkhorn are made of torch's own operations, the same ones for every row of a table. Everything else gives a token the same bits in any
+batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from dsv4.fast import dispatch, groups, ops
 from dsv4.fast import hyper_connection_bodies as bodies
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
+from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_from
 from dsv4.formats import fp32
 
 Run = Callable[..., Any]
@@ -151,7 +152,8 @@ def _triton_boundary(y: Tensor, *arguments: Any) -> Parts:
     *tensors, norm_eps, rms_eps, iterations, eps, precision, output, scale_layout = arguments
     given, small = (y, *tensors), (fp32(norm_eps), fp32(rms_eps), iterations, fp32(eps))
     normed, scales = _empty_normed(y, output, scale_layout)
-    new, *mix = _kernels().boundary(*given, *small, precision, normed, scales, scale_layout if output == "mxfp8" else "")
+    more, invariant = (precision, normed, scales, scale_layout if output == "mxfp8" else ""), dispatch.batch_invariant()
+    new, *mix = _kernels().boundary(*given, *small, *more, invariant=invariant)
     return new, *mix, normed, scales
 
 
@@ -229,4 +231,8 @@ dispatch.register("hyper_connections.split_mix", _OF_CUDA(_triton_splits, _trito
 dispatch.register("hyper_connections.collapse", _OF_CUDA(_triton_fits, _triton_collapse), *_compiled(_collapse))
 dispatch.register("hyper_connections.expand", _OF_CUDA(_triton_fits, _triton_expand), *_compiled(_expand))
 dispatch.register("hyper_connections.head_collapse", _OF_CUDA(_triton_fits, _triton_head), *_compiled(_head))
-dispatch.register("hyper_connections.boundary", _OF_CUDA(_triton_fits, _triton_boundary), *_compiled(_boundary))
+dispatch.register(
+    "hyper_connections.boundary",
+    Adaptive("triton", cuda_from(8, 0), _triton_fits, _triton_boundary, verified=()),
+    *_compiled(_boundary),
+)

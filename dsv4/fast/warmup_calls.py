@@ -25,6 +25,7 @@ from dsv4.types import IndexKeys, IndexQueries, PagedRows
 Call = tuple[str, Callable[[], Any]]
 
 LEAST_SELECTED = 256  # entries: fewer have no kernels of their own
+MANY_ROWS = 256  # tokens that a boundary takes by another kernel, at least
 MANY = 4096  # rows of a store that looks for the last of a slot in another way than those of few
 
 
@@ -147,11 +148,12 @@ def _hyper_connections(config: ModelConfig, tokens: int, device: torch.device) -
     streams, hidden, eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
     mixes = streams * (2 + streams)
     more: dict[str, Any] = {"iterations": config.hc_sinkhorn_iters, "eps": config.hc_eps}
-    x = torch.zeros(tokens, streams, hidden, dtype=torch.bfloat16, device=device)
+    most = max(tokens, MANY_ROWS) if device.type == "cuda" else tokens
+    x = torch.zeros(most, streams, hidden, dtype=torch.bfloat16, device=device)
     fn, base = torch.zeros(mixes, streams * hidden, device=device), torch.zeros(mixes, device=device)
-    scale, pre = torch.ones(3, device=device), hyper_connections.identity_pre(tokens, streams, device=device)
-    comb, weight = torch.zeros(tokens, streams, streams, device=device), torch.ones(hidden, dtype=torch.bfloat16, device=device)
-    given, shape = torch.zeros(tokens, mixes, device=device), f"[{streams}, {hidden}]"
+    scale, pre = torch.ones(3, device=device), hyper_connections.identity_pre(most, streams, device=device)
+    comb, weight = torch.zeros(most, streams, streams, device=device), torch.ones(hidden, dtype=torch.bfloat16, device=device)
+    given, shape = torch.zeros(most, mixes, device=device), f"[{streams}, {hidden}]"
     yield f"mix_statistics {shape}", partial(hyper_connections.mix_statistics, x, fn, eps=eps)
     yield f"split_mix {streams} streams", partial(hyper_connections.split_mix, given, scale, base, **more)
     yield f"collapse {shape}", partial(hyper_connections.collapse, x, pre)
@@ -159,12 +161,13 @@ def _hyper_connections(config: ModelConfig, tokens: int, device: torch.device) -
     if not config.hc_pre_from_prev_sublayer:
         head = fn[:streams], scale[:1], base[:streams]
         yield f"head_collapse {shape}", partial(hyper_connections.head_collapse, x, *head, norm_eps=eps, eps=config.hc_eps)
-    between = partial(hyper_connections.boundary, x[:, 0], x, pre, comb, fn, scale, base, weight, norm_eps=eps, rms_eps=eps, **more)
-    between = partial(between, carried_pre=pre if config.hc_pre_from_prev_sublayer else None)
-    yield f"boundary {shape}", between
-    if config.activation_group == 32:
-        for layout in ("packed", "128x4"):
-            yield f"boundary {shape} mxfp8 {layout}", partial(between, output="mxfp8", scale_layout=layout)
+    for count in sorted({tokens, most}):
+        some = x[:count, 0], x[:count], pre[:count], comb[:count], fn, scale, base, weight
+        between = partial(hyper_connections.boundary, *some, norm_eps=eps, rms_eps=eps, **more)
+        between = partial(between, carried_pre=pre[:count] if config.hc_pre_from_prev_sublayer else None)
+        yield f"boundary {shape}, {count}", between
+        for layout in ("packed", "128x4") if config.activation_group == 32 else ():
+            yield f"boundary {shape} mxfp8 {layout}, {count}", partial(between, output="mxfp8", scale_layout=layout)
 
 
 def _kv_cache(config: ModelConfig, tokens: int, device: torch.device) -> Iterator[Call]:

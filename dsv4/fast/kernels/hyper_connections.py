@@ -3,10 +3,14 @@
 `expand` is elementwise, in fp64. A factor has 24 significant bits and a number of a stream 8, so each product is exact in fp64 and the
 addition that follows rounds once, with and without contraction to a fused multiply-add: the kernel is left to contract, which halves its
 fp64 instructions and changes no bit. Statistics are in `stream_statistics`; the mix, the collapse and what follows in `stream_mix`.
+
+On SM90 a boundary of many tokens goes to `boundary_hopper`, whose sums of statistics have another order.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -22,6 +26,8 @@ from dsv4.fast.kernels.stream_statistics import add_parts, products
 
 HIDDEN, EXPAND_WARPS = 512, 4  # numbers of a row that a program of `expand` takes, at most, and its warps
 MIX_ROWS = 32  # tokens whose mix a program makes
+MANY = 256  # so many tokens are for `boundary_hopper`
+HOPPER = (9, 0)
 
 
 @triton.jit
@@ -108,9 +114,18 @@ def head_collapse(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm
 def boundary(
     y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, scale: Tensor, base: Tensor, weight: Tensor,
     carried_pre: Tensor | None, norm_eps: float, rms_eps: float, iterations: int, eps: float, precision: str, normed: Tensor,
-    scales: Tensor, layout: str,
+    scales: Tensor, layout: str, *, invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The new streams and their mix, in three launches; fills `normed`, and with a layout codes and `scales`, pads included."""
+    """The new streams and their mix, in three launches, or in two; fills `normed`, and with a layout codes and `scales`, pads included.
+
+    `invariant`: a token's bits do not depend on the number of tokens.
+    """
+    if not invariant and _fits_hopper(streams):
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = _hopper().boundary(
+            y, streams, post, comb, fn, scale, base, weight, carried_pre, norm_eps, rms_eps, iterations, eps, precision, normed, scales,
+            layout,
+        )  # fmt: skip
+        return found
     new = expand(y, streams, post, comb)
     mix = _mix(new, new.shape[1])
     _finish(
@@ -118,6 +133,27 @@ def boundary(
         scales=scales, layout=layout, iterations=iterations, norm_eps=norm_eps, rms_eps=rms_eps, eps=eps,
     )  # fmt: skip
     return new, *mix
+
+
+def _fits_hopper(streams: Tensor) -> bool:
+    tokens, count, hidden = streams.shape
+    if tokens < MANY or streams.device.type != "cuda" or _capability(streams.device) != HOPPER or _hopper() is None:
+        return False
+    return _hopper().supported(count, hidden, tokens) is None
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _hopper() -> Any:
+    """The module of kernels for SM90, None where this Triton has no Gluon."""
+    try:
+        return import_module("dsv4.fast.kernels.boundary_hopper")
+    except ImportError:
+        return None
 
 
 def _finish(
