@@ -9,8 +9,9 @@ from dsv4.types import ArgumentError, Mxfp8Route, ProductMode, ScaleLayout
 
 __all__ = ["choose_mxfp8_route"]
 
+DEEPGEMM_MXFP8 = ((10, 0), (10, 3), (10, 7), (12, 0))  # capabilities that DeepGEMM's product of pairs runs on
 CONSUMERS = ("flashinfer", "deepgemm", "triton", "inductor", "eager")
-FLASHINFER_MXFP8 = ((10, 0), (10, 3), (10, 7), (12, 0), (12, 1))  # capabilities that its product of pairs runs on
+FLASHINFER_MXFP8 = ((10, 0), (10, 3), (10, 7), (12, 0), (12, 1))  # and FlashInfer's
 TRITON_FROM = (8, 0)
 
 
@@ -27,7 +28,7 @@ def choose_mxfp8_route(consumer: str, mode: ProductMode | str, device: torch.dev
 
     Returns:
         Mxfp8Route(layout, backend): 128x4 and flashinfer; or packed, and the backend that multiplies packed pairs on this device:
-        deepgemm (10.x, 12.0), triton (other CUDA devices from 8.0), inductor.
+        deepgemm (10.0, 10.3, 10.7, 12.0), triton (other CUDA devices from 8.0), inductor.
 
     Raises:
         ArgumentError: an unknown consumer, mode or device.
@@ -39,7 +40,7 @@ def choose_mxfp8_route(consumer: str, mode: ProductMode | str, device: torch.dev
         return Mxfp8Route(ScaleLayout.SWIZZLED_128X4, "flashinfer")
     if capability is None or capability < TRITON_FROM:
         return Mxfp8Route(ScaleLayout.PACKED, "inductor")
-    return Mxfp8Route(ScaleLayout.PACKED, "deepgemm" if capability[0] == 10 or capability == (12, 0) else "triton")
+    return Mxfp8Route(ScaleLayout.PACKED, "deepgemm" if capability in DEEPGEMM_MXFP8 else "triton")
 
 
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:

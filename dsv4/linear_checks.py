@@ -82,8 +82,8 @@ def swiglu_quantize(
     if limit is not None:
         checks.at_least("limit", limit, 0.0)
         checks.at_most("limit", limit, norm_checks.LARGEST_FP32)
-        if limit == 0:
-            raise ArgumentError("limit", repr(limit), "must be above 0", "None is for no limit")
+        if limit <= norm_checks.LEAST_FP32 / 2:  # rounds to 0
+            raise ArgumentError("limit", repr(limit), "must be above 0, as an fp32 number", "None is for no limit")
     checks.one_of("group", group, BLOCKS)
     checks.multiple("gate", gate.shape[1], group, "n, the last size, is counted in groups")
     return _layout(scale_layout, LAYOUTS), _floor("amax_floor", amax_floor)

@@ -11,6 +11,7 @@ from dsv4.types import ArgumentError, HeadNormPrecision
 
 MOST_HADAMARD = 4096  # numbers of a transform
 LARGEST_FP32 = 3.4028234663852886e38
+LEAST_FP32 = 2.0**-149
 
 Floats = str | Sequence[str]  # "bf16"; the reference also takes fp64 where its roundings are off
 

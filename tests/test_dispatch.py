@@ -327,7 +327,7 @@ EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
     "linear.norm_quantize": ("triton", "inductor", {}),
     "linear.swiglu_quantize": ("triton", "inductor", {}),
     "output_projection.project_groups": ("triton", "inductor", {"deepgemm": DEEPGEMM_ON}),
-    "output_projection.project_groups_pair": ("triton", "inductor", {}),
+    "output_projection.project_groups_pair": ("triton", "inductor", {"deepgemm": DEEPGEMM_ON}),
     "output_projection.rotate_quantize": ("triton", "inductor", {}),
 }
 ARGUMENTS = {"scales": torch.zeros(128, 4, dtype=torch.uint8)}

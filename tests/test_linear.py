@@ -32,7 +32,7 @@ FUNCTIONS, STAGES = load_file(GOLDEN / "functions.safetensors"), load_file(GOLDE
 MODELS = [("v4", 128, 1e-6), ("v41", 32, 1e-20)]
 LAYOUTS = ["packed", "128x4"]
 PRODUCER_LAYOUTS = ["rows", "packed", "128x4", "mn_major"]
-LN_06_ROWS = [1, 127, 128, 129, 200, 256, 1000]
+LN_06_ROWS = [1, 127, 128, 129, 200, 256, 1000, 4100, 16384]
 PAIR_ROWS = [1, 129, 1000, 4100, 16384]
 NAN = math.nan
 
@@ -635,7 +635,7 @@ META = torch.zeros(3, 256, dtype=torch.bfloat16, device="meta")
         (swiglu(gate=draw(3, 0), up=draw(3, 0)), "gate: got shape .* at least one number"),
         (swiglu(up=draw(3, 128)), r"up: got shape \[3, 128\]; must have shape \[3, 256\]"),
         (swiglu(up=META), "up: got a tensor on meta"),
-        (swiglu(limit=0.0), r"limit: got 0.0; must be above 0\. None is for no limit"),
+        (swiglu(limit=0.0), r"limit: got 0.0; must be above 0, as an fp32 number\. None is for no limit"),
         (swiglu(limit=-1.0), "limit: got -1.0"),
         (swiglu(limit=NAN), "limit: got nan"),
         (swiglu(limit=1e39), "limit: got 1e"),

@@ -546,3 +546,36 @@ def test_sums_without_promotion_break_the_bound(k, block):
     assert ((fp8(call) - exact).abs() <= bound).all()
     assert ((mutant - exact).abs() > bound).all()
     assert (mutant < exact).all()
+
+
+@cuda
+@pytest.mark.parametrize("rows", [1, 129, 1000, 4100, 16384])
+def test_producers_write_what_conversion_makes_and_no_pad_is_read(rows):
+    """Codes and scales of each producer in both layouts of a pair, against rows of scales laid out afterwards; then with pads of ones."""
+    from dsv4.fast import linear as fast
+    from dsv4.fast import output_projection as output
+    from dsv4.fast import scales as layouts
+
+    source = generator(rows)
+    x = torch.randn(rows, 512, generator=source).bfloat16().to(DEVICE)
+    gain, weight = torch.randn(512, generator=source).to(DEVICE), torch.randn(2, 256, 256, generator=source).bfloat16().to(DEVICE)
+    n = torch.randint(0, 0x7F, (64, 512), generator=source, dtype=torch.uint8).view(torch.float8_e4m3fn).to(DEVICE)
+    pair = fast.mxfp8_weight(n, torch.full((2, 16), 127, dtype=torch.uint8, device=DEVICE))
+    makers = {
+        "norm": lambda layout: fast.norm_quantize(x, gain, eps=1e-6, group=32, scale_layout=layout, impl="triton"),
+        "swiglu": lambda layout: fast.swiglu_quantize(x, x.flip(0), limit=2.0, group=32, scale_layout=layout, impl="triton"),
+        "groups": lambda layout: output.project_groups_pair(x.view(rows, 2, 256), weight, scale_layout=layout, impl="triton"),
+    }
+    for name, make in makers.items():
+        packed, tiled = make("packed"), make("128x4")
+        assert torch.equal(packed[0].view(torch.uint8), tiled[0].view(torch.uint8))
+        assert torch.equal(tiled[1], layouts.packed_to_128x4(packed[1]))
+        if name != "groups":
+            codes, plain = make("rows")
+            assert torch.equal(codes.view(torch.uint8), packed[0].view(torch.uint8))
+            assert torch.equal(layouts.pack_ue8m0(plain), packed[1])
+        whole = fast.linear_mxfp8(Mxfp8Pair(*packed), pair, impl="triton")
+        pads = torch.full_like(tiled[1], -1)
+        live = layouts.packed_to_128x4(torch.full_like(packed[1], -1)) != 0  # words of rows that are there
+        poisoned = torch.where(live, tiled[1], pads)
+        assert torch.equal(fast.linear_mxfp8(Mxfp8Pair(tiled[0], poisoned), pair, impl="triton").view(torch.int16), whole.view(torch.int16))

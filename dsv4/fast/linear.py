@@ -43,7 +43,7 @@ def linear_fp8(x: Tensor | Quantized, weight: Tensor, weight_scales: Tensor, *, 
         ArgumentError: codes without scales, wrong dtypes, shapes, strides or block, tensors that require grad.
     """
     numbers, of_numbers = (x.codes, x.scales) if isinstance(x, Quantized) else (x, None)
-    kind = _kind(block, numbers, of_numbers, weight, weight_scales)
+    kind = _kind(("linear_fp8", type(x), type(block), block), numbers, of_numbers, weight, weight_scales)
     if kind not in _passed:
         numbers, of_numbers = check.linear_fp8(x, weight, weight_scales, block)
         checks.no_grad(x=numbers, x_scales=of_numbers, weight=weight, weight_scales=weight_scales)
@@ -67,9 +67,9 @@ def linear_mxfp8(x: Mxfp8Pair, weight: Mxfp8Pair, *, impl: str | None = None) ->
         bf16 [tokens, n], contiguous. Scales of rows past the last, and of groups past the last, are not read.
 
     Raises:
-        ArgumentError: no pairs, wrong dtypes, shapes or strides.
+        ArgumentError: no pairs, wrong dtypes, shapes or strides, codes that require grad.
     """
-    kind = _kind(0, *x, *weight) if type(x) is type(weight) is Mxfp8Pair else None
+    kind = _kind(("linear_mxfp8",), *x, *weight) if type(x) is type(weight) is Mxfp8Pair else None
     if kind not in _passed:
         check.linear_mxfp8(x, weight)
         checks.no_grad(x=x.codes, weight=weight.codes)
@@ -94,9 +94,10 @@ def mxfp8_weight(
         Mxfp8Pair(weight, scales int32 of n rows in the layout).
 
     Raises:
-        ArgumentError: wrong dtypes, shapes, strides or layout.
+        ArgumentError: wrong dtypes, shapes, strides or layout, codes that require grad.
     """
     layout = check.mxfp8_weight(weight, block_scales, scale_layout)
+    checks.no_grad(weight=weight, block_scales=block_scales)
     rows = block_scales.view(torch.uint8).repeat_interleave(check.MXFP8_GROUP, 0)[: weight.shape[0]]
     move = scales.pack_ue8m0 if layout is ScaleLayout.PACKED else scales.swizzle_128x4
     return Mxfp8Pair(weight, move(rows, impl=impl))
@@ -161,11 +162,11 @@ def swiglu_quantize(
     return as_quantized(*torch.ops.dsv4.swiglu_quantize.default(gate, up, limit, group, str(layout), amax_floor, impl))
 
 
-def _kind(block: int, *tensors: Tensor | None) -> tuple[object, ...] | None:
-    """All that the checks of a product look at; None where they must look themselves."""
+def _kind(call: tuple[object, ...], *tensors: Tensor | None) -> tuple[object, ...] | None:
+    """All that the checks of a product look at: of the call, and of its tensors; None where they must look themselves."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return None
-    kind: list[object] = [block]
+    kind: list[object] = [call]
     for tensor in tensors:
         if tensor is None:
             kind.append(None)

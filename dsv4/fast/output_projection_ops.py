@@ -6,7 +6,7 @@ is asked for. The second product, wo_b, is `linear_fp8` or `linear_mxfp8`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,26 @@ def _triton_rotate(
     return codes, scales
 
 
+def _takes_codes(arguments: Mapping[str, Any]) -> str | None:
+    """Numbers go to the kernel that writes the pair itself."""
+    if arguments["weight_scales"] is None:
+        return "takes a weight in FP8 here"
+    return deepgemm_linear.takes_groups(arguments)
+
+
+def _deepgemm_pair(
+    o: Tensor, o_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None, scale_layout: str, rows: int, scale: str,
+    amax_floor: str, pair_floor: str,
+) -> Codes:  # fmt: skip
+    """The product, and its quantiser."""
+    if not o.shape[0]:
+        return _triton_pair(o, o_scales, weight, weight_scales, scale_layout, rows, scale, amax_floor, pair_floor)
+    codes, scales = _fake_pair(o, o_scales, weight, weight_scales, scale_layout, rows)
+    z = _deepgemm_groups(o, o_scales, weight, weight_scales, scale, amax_floor)
+    _quantize_pair(z.flatten(1), codes, scales, scale_layout, pair_floor)
+    return codes, scales
+
+
 def _triton_pair(
     o: Tensor, o_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None, scale_layout: str, rows: int, scale: str,
     amax_floor: str, pair_floor: str,
@@ -165,4 +185,17 @@ dispatch.register(
     *of_any(bodies.project_groups),
 )
 dispatch.register("output_projection.rotate_quantize", of_cuda(_triton_rotate), *of_any(_rotate))
-dispatch.register("output_projection.project_groups_pair", of_cuda(_triton_pair), *of_any(bodies.project_groups_pair))
+dispatch.register(
+    "output_projection.project_groups_pair",
+    Implementation(
+        "deepgemm",
+        deepgemm_linear.DEVICES,
+        _takes_codes,
+        _deepgemm_pair,
+        library=deepgemm_linear.LIBRARY,
+        symbol=deepgemm_linear.EINSUM_FP8,
+        verified=(),
+    ),
+    of_cuda(_triton_pair),
+    *of_any(bodies.project_groups_pair),
+)

@@ -11,7 +11,7 @@ Where a layout has pads these are ones, which is NaN to whoever reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -287,6 +287,26 @@ def plain_sizes() -> Strategy:
 def long_sizes() -> Strategy:
     """[tokens, n, k]: sums so long that an accumulator of 14 bits shows."""
     return st.tuples(st.sampled_from([1, 2, 8, 17]), st.sampled_from([1, 3, 8]), st.sampled_from([2048, 4096, 2100])).map(list)
+
+
+def many(build: Callable[[Spec, torch.device], Call]) -> Callable[[Spec, torch.device], Call]:
+    """A build whose calls have so many more tokens and columns on CUDA that kernels for many tokens take them."""
+
+    def grown(spec: Spec, device: torch.device) -> Call:
+        tokens, n, k = spec["size"]
+        if device.type == "cuda":
+            tokens, n = max(tokens, min(tokens + 384, 4096)), n + 1152
+        call: Call = build({**spec, "size": [tokens, n, k]}, device)
+        return call
+
+    return grown
+
+
+def many_sizes(kind: str) -> dict[str, Strategy]:
+    """For `many`: [tokens, n, k] with whole groups of 32, and what makes scales bytes in blocks of 32."""
+    tokens = st.sampled_from([1, 17, 65, 129, 300] if kind == "positive" else [1, 17, 65, 129, 300, 4096])
+    k = st.sampled_from([2048, 4096] if kind == "positive" else [32, 96, 160, 416])
+    return {"size": st.tuples(tokens, st.integers(1, 40), k).map(list)}
 
 
 def product_specs(kind: str, **fixed: Strategy) -> Strategy:

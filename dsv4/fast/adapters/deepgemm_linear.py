@@ -20,6 +20,7 @@ from dsv4.fast.adapters.library import as_bytes, known_answer
 from dsv4.fast.adapters.products import SIZES, Product
 from dsv4.fast.dispatch import cuda_exactly, describe
 from dsv4.formats import TMA_BYTES, align
+from dsv4.host import DEEPGEMM_MXFP8
 from dsv4.types import Unsupported
 
 __all__ = [
@@ -32,7 +33,7 @@ MXFP8 = "fp8_gemm_nt mxfp8"
 EINSUM_FP8 = "fp8_einsum"
 EINSUM = "einsum"
 EQUATION = "bhr,hdr->bhd"
-MXFP8_DEVICES = cuda_exactly((10, 0), (10, 3), (10, 7), (12, 0))
+MXFP8_DEVICES = cuda_exactly(*DEEPGEMM_MXFP8)
 PACKED_ON = (10, 12)  # major numbers of the capabilities whose kernels read scales as packed words
 BLOCK = 128
 

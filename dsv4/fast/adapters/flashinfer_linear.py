@@ -18,12 +18,13 @@ from dsv4.fast.adapters.flashinfer import LIBRARY
 from dsv4.fast.adapters.library import known_answer
 from dsv4.fast.adapters.products import SIZES, Product
 from dsv4.fast.dispatch import cuda_exactly
+from dsv4.host import FLASHINFER_MXFP8
 
 __all__ = ["DEVICES", "LIBRARY", "MM_MXFP8", "mm_mxfp8", "takes_pairs"]
 
 MM_MXFP8 = "mm_mxfp8"
 BACKEND = "cutlass"
-DEVICES = cuda_exactly((10, 0), (10, 3), (10, 7), (12, 0), (12, 1))
+DEVICES = cuda_exactly(*FLASHINFER_MXFP8)
 LEAST = 128  # of n and of k: below, results may hold NaN
 
 

@@ -30,6 +30,11 @@ from dsv4.types import Quantized
 ALONE = ("run_to_run", "inputs_unchanged", "poisoned_output", "strides", "graph_replay", "fullgraph")
 KEEPS = (*ALONE, "batch", "padding", "empty", "opcheck")
 LAID_OUT = ("batch", "padding", "poisoned_output", "empty")
+INVARIANTS = (
+    *invariants.on("plain", *KEEPS),
+    *invariants.on("finite", "batch", "run_to_run"),
+    *invariants.on("many_finite", "run_to_run"),
+)
 CODED = Rows(("row_scales", "rows"))  # scales first: how many rows tiles have is read from the codes
 EXACT_SUM = "exact sums, one rounding"
 ROUNDED_SUM = "sums in fp32, promoted from every block where a tensor core keeps 14 bits; one rounding to bf16"
@@ -51,13 +56,31 @@ def product_domains(build: Build, specs: Callable[..., Strategy], plain: dict[st
     )
 
 
-def product_rows(bound: Callable[..., linear_bounds.Bound], *exact: str) -> tuple[Output, ...]:
-    """Of `product_domains`, and of more in which sums are exact."""
+def many_domains(build: Build, specs: Callable[..., Strategy], **fixed: Strategy) -> tuple[Domain, ...]:
+    """Of a function that has kernels for many tokens."""
+    kinds = {
+        "lattice": "sums are exact",
+        "special": "NaN codes and scales, 2^-127 against 2^127",
+        "finite": "arbitrary finite codes and scales",
+        "positive": "long sums of one sign",
+    }
+    return tuple(
+        Domain(f"many_{kind}", linear_inputs.many(build), specs(kind, **linear_inputs.many_sizes(kind), **fixed), why=why)
+        for kind, why in kinds.items()
+    )
+
+
+def _with_many(name: str, many: bool) -> tuple[str, ...]:
+    return (name, f"many_{name}") if many else (name,)
+
+
+def product_rows(bound: Callable[..., linear_bounds.Bound], *exact: str, many: bool = False) -> tuple[Output, ...]:
+    """Of `product_domains`, of more in which sums are exact, and of `many_domains`."""
     return (
         Output("result", Level.E1, EXACT_SUM, ("lattice", "plain", *exact)),
-        Output("result", Level.E1, "the same, NaN for NaN", ("special",), any_nan=True),
-        Output("result", Level.E3, ROUNDED_SUM, ("finite",), bound=bound()),
-        Output("result", Level.E3, ROUNDED_SUM, ("positive",), bound=bound(hopper=True)),
+        Output("result", Level.E1, "the same, NaN for NaN", _with_many("special", many), any_nan=True),
+        Output("result", Level.E3, ROUNDED_SUM, _with_many("finite", many), bound=bound()),
+        Output("result", Level.E3, ROUNDED_SUM, _with_many("positive", many), bound=bound(hopper=True)),
     )
 
 
@@ -77,9 +100,10 @@ def _linear_fp8() -> Contract:
         (
             Domain("codes", _every_code, exhaustive=256, why=EVERY_CODE),
             *product_domains(linear_inputs.fp8_call, product_specs, plain),
+            *many_domains(linear_inputs.fp8_call, product_specs, block=st.just(32), form=st.sampled_from(["e8m0", "bf16", "uint8"])),
         ),
-        (Output("result", Level.E0, EVERY_CODE, ("codes",), any_nan=True), *product_rows(linear_bounds.linear)),
-        (*invariants.on("plain", *KEEPS), *invariants.on("finite", "batch", "run_to_run")),
+        (Output("result", Level.E0, EVERY_CODE, ("codes",), any_nan=True), *product_rows(linear_bounds.linear, "many_lattice", many=True)),
+        INVARIANTS,
         CODED,
         exact=unrounded(reference.linear_fp8),
         not_claimed=("infinite fp32 scales, and sums that overflow on the way",),
@@ -90,9 +114,12 @@ def _linear_mxfp8() -> Contract:
     return Contract(
         "linear",
         "linear_mxfp8",
-        product_domains(linear_inputs.pair_call, pair_specs, linear_inputs.plain_pairs()),
-        product_rows(linear_bounds.linear),
-        (*invariants.on("plain", *KEEPS), *invariants.on("finite", "batch", "run_to_run")),
+        (
+            *product_domains(linear_inputs.pair_call, pair_specs, linear_inputs.plain_pairs()),
+            *many_domains(linear_inputs.pair_call, pair_specs),
+        ),
+        product_rows(linear_bounds.linear, "many_lattice", many=True),
+        INVARIANTS,
         CODED,
         exact=unrounded(reference.linear_mxfp8),
         not_claimed=("sums that overflow on the way",),
