@@ -45,7 +45,12 @@ def choose_mxfp8_route(consumer: str, mode: ProductMode | str, device: torch.dev
 
 def cuda_capability(device: torch.device) -> tuple[int, int] | None:
     """The compute capability of a CUDA device; None for any other."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError) as error:
+        raise ArgumentError("device", str(device), f"there are {torch.cuda.device_count()} CUDA devices here") from error
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -15,6 +15,7 @@ from dsv4.types import ArgumentError, Mxfp8Pair, Quantized, ScaleFormat, ScaleLa
 
 BLOCKS = (32, 128)  # V4.1 and V4
 MXFP8_GROUP = 32
+MOST_ROWS = 2**31 - 1  # of a pair
 WORD = 128  # numbers whose four scales share a word of a pair
 SCALES = ("e8m0", "uint8", "fp32")
 LAYOUTS = tuple(ScaleLayout)  # made here: some versions of Dynamo cannot go through an enum
@@ -28,7 +29,7 @@ def linear_fp8(
     x: Tensor | Quantized, weight: Tensor, weight_scales: Tensor, block: int, floats: Floats = "bf16", name: str = "x"
 ) -> tuple[Tensor, Tensor | None]:
     """Arguments of `linear_fp8`; the numbers of x and None, or its codes and scales."""
-    checks.one_of("block", block, BLOCKS)
+    _size("block", block)
     numbers, scales = _operand(name, x, floats, "linear_mxfp8 takes pairs")
     tokens, k = checks.tensor(_codes(name, scales), numbers, ("e4m3",) if scales is not None else floats, ("tokens", "k")).shape
     _weight("weight", weight, "e4m3", ("n", k))
@@ -66,7 +67,7 @@ def norm_quantize(
     """Arguments of `norm_quantize`; layout and floor."""
     norm_checks.rms(x, weight, eps, floats)
     checks.tensor("x", x, floats, ("tokens", "n"))
-    checks.one_of("group", group, BLOCKS)
+    _size("group", group)
     checks.multiple("x", x.shape[1], group, "n, the last size, is counted in groups")
     return _layout(scale_layout, LAYOUTS), _floor("amax_floor", amax_floor)
 
@@ -84,7 +85,7 @@ def swiglu_quantize(
         checks.at_most("limit", limit, norm_checks.LARGEST_FP32)
         if limit <= norm_checks.LEAST_FP32 / 2:  # rounds to 0
             raise ArgumentError("limit", repr(limit), "must be above 0, as an fp32 number", "None is for no limit")
-    checks.one_of("group", group, BLOCKS)
+    _size("group", group)
     checks.multiple("gate", gate.shape[1], group, "n, the last size, is counted in groups")
     return _layout(scale_layout, LAYOUTS), _floor("amax_floor", amax_floor)
 
@@ -134,7 +135,7 @@ def rotate_quantize(
     checks.at_least("groups", groups, 1)
     if heads % groups:
         raise ArgumentError("groups", str(groups), f"must divide the {heads} heads of o")
-    checks.one_of("group", group, BLOCKS)
+    _size("group", group)
     checks.multiple("o", heads // groups * dim, group, "It counts the numbers of a group of heads, which are quantised in groups")
     return _layout(scale_layout, ROTATED_LAYOUTS), _floor("amax_floor", amax_floor)
 
@@ -158,6 +159,7 @@ def project_groups_pair(
     tokens = numbers.shape[0]
     if rows is not None:
         checks.at_least("rows", rows, tokens)
+        checks.at_most("rows", rows, MOST_ROWS)
     _floor("pair_floor", pair_floor)
     return numbers, scales, chosen, _layout(scale_layout, PAIR_LAYOUTS), tokens if rows is None else rows
 
@@ -194,7 +196,7 @@ def _flat(z: Tensor | Quantized, floats: Floats, block: int) -> Tensor | Quantiz
     if scales is None:
         return numbers.flatten(1)
     tokens, groups, rank = numbers.shape
-    checks.one_of("block", block, BLOCKS)
+    _size("block", block)
     checks.multiple("z.codes", rank, block, "rank, the last size, is counted in blocks where z is quantised")
     _beside("z.scales", scales, SCALES, (tokens, groups, rank // block), "z.codes", numbers)
     return Quantized(numbers.flatten(1), scales.flatten(1))
@@ -252,6 +254,11 @@ def _beside(name: str, value: Tensor, dtypes: Floats, shape: Sequence[str | int]
     """A tensor of this shape on the device of another."""
     checks.tensor(name, value, dtypes, shape)
     checks.same_device(name, value, other_name, other)
+
+
+def _size(name: str, value: int) -> None:
+    if type(value) is not int or value not in BLOCKS:
+        raise ArgumentError(name, repr(value), f"must be one of {', '.join(map(str, BLOCKS))}")
 
 
 def _layout(scale_layout: str, allowed: Sequence[ScaleLayout]) -> ScaleLayout:

@@ -301,6 +301,10 @@ FP8_ROUTES = [
 def test_routes_of_linear_fp8(monkeypatch, capability, size, kind, backend, demand):
     called, (n, k, block) = pretend(monkeypatch, capability), size
     weight, of_weight = codes(n, k), kind(*grid(n, k, block))
+    if capability is None and demand:  # BLAS's order
+        with use(**demand), pytest.raises(BackendUnavailable, match=r"inductor: is not batch-invariant"):
+            fast.linear_fp8(normal(5, k), weight, of_weight, block=block)
+        return
     with use(**demand):
         fast.linear_fp8(normal(5, k), weight, of_weight, block=block)
         fast.linear_fp8(Quantized(codes(5, k), kind(5, -(-k // block))), weight, of_weight, block=block)
@@ -317,7 +321,7 @@ PAIR_ROUTES = [
     (SM90, "packed", "packed", "triton", "triton"),
     (SM90, "128x4", "128x4", "triton", "triton"),
     (SM80, "packed", "packed", "triton", "triton"),
-    (None, "packed", "128x4", "inductor", "inductor"),
+    (None, "packed", "128x4", "inductor", None),
 ]
 
 
@@ -325,10 +329,40 @@ PAIR_ROUTES = [
 def test_routes_of_linear_mxfp8(monkeypatch, capability, left, right, backend, invariant):
     called, x, weight = pretend(monkeypatch, capability), pair(5, 256, left), pair(128, 256, right)
     fast.linear_mxfp8(x, weight)
-    for demand in ({"batch_invariant": True}, {"deterministic": True}):
-        with use(**demand):
+    with use(deterministic=True):
+        fast.linear_mxfp8(x, weight)
+    if invariant is None:  # BLAS's order
+        with use(batch_invariant=True), pytest.raises(BackendUnavailable, match=r"inductor: is not batch-invariant"):
             fast.linear_mxfp8(x, weight)
+        assert called == [backend, backend]
+        return
+    with use(batch_invariant=True):
+        fast.linear_mxfp8(x, weight)
     assert called == [backend, invariant, invariant]
+
+
+@pytest.mark.parametrize("block", [128.0, [128], {}, "128", True, 64])
+def test_a_block_is_one_of_two_integers(block):
+    weight, of_weight = codes(64, 256), powers(1, 2)
+    fast.linear_fp8(normal(5, 256), weight, of_weight)  # what has passed is remembered
+    with pytest.raises(ArgumentError, match=r"^block: got .*must be one of 32, 128"):
+        fast.linear_fp8(normal(5, 256), weight, of_weight, block=block)
+
+
+def test_what_has_passed_is_known_by_its_function():
+    x, weight = pair(5, 256, "packed"), pair(128, 256, "packed")
+    fast.linear_mxfp8(x, weight)
+    with pytest.raises(ArgumentError, match=r"^block: got 0"):
+        fast.linear_fp8(Quantized(*x), weight.codes, weight.scales, block=0)
+    numbers, (rows, of_rows) = normal(5, 256), (codes(64, 256), powers(1, 2))
+    fast.linear_fp8(numbers, rows, of_rows)
+    with pytest.raises(ArgumentError, match=r"^x"):
+        fast.linear_fp8(Quantized(numbers, None), rows, of_rows)
+
+
+def test_a_device_that_is_not_there_has_no_route():
+    with pytest.raises(ArgumentError, match=r"^device: got cuda:99; there are"):
+        fast.choose_mxfp8_route("flashinfer", "default", "cuda:99")
 
 
 def test_the_route_s_layout_is_what_its_backend_takes(monkeypatch):
@@ -378,9 +412,11 @@ def test_flags():
     rows = {(name, row.backend): row for name, table in dispatch.TABLES.items() if name.startswith("linear.") for row in table}
     library = ("linear.linear_mxfp8", "flashinfer")
     variant = {key for key, row in rows.items() if not row.batch_invariant}
-    assert variant == {library, ("linear.linear_fp8", "triton"), ("linear.linear_mxfp8", "triton")}
+    products = ("linear.linear_fp8", "linear.linear_mxfp8")
+    blas = {(name, backend) for name in products for backend in ("inductor", "eager")}
+    assert variant == {library, *blas, *((name, "triton") for name in products)}
     with use(batch_invariant=True):
-        assert {key for key, row in rows.items() if not row.batch_invariant} == {library}
+        assert {key for key, row in rows.items() if not row.batch_invariant} == {library, *blas}
     assert {key for key, row in rows.items() if not row.deterministic} == {library}
     assert all(row.graph_safe for row in rows.values())
 

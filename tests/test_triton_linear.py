@@ -127,6 +127,20 @@ def test_exact_sums(size, block):
 
 
 @kernel
+@pytest.mark.parametrize("block", [32, 128])
+def test_a_small_byte_times_a_mantissa(block):
+    """Products of scales that are subnormal, of bytes of x and fp32 scales of the weight, alone and beside a NaN in another row."""
+    x = torch.full((2, 128), 448.0).to(torch.float8_e4m3fn).to(DEVICE)
+    small = torch.zeros(2, 128 // block, dtype=torch.uint8, device=DEVICE)
+    scales = torch.full((1, 128 // block), 1.37 * 2.0**-22, device=DEVICE)
+    spoilt = x.clone()
+    spoilt.view(torch.uint8)[1, 0] = 0x7F
+    for codes in (x, spoilt):
+        call = Call((Quantized(codes, small), x[:1], scales), {"block": block})
+        same(reference.linear_fp8(*call.args, **call.kwargs), fp8(call))
+
+
+@kernel
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("layouts", [("packed", "128x4"), ("128x4", "packed")], ids=str)
 def test_exact_sums_of_pairs(size, layouts):

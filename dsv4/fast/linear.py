@@ -43,10 +43,10 @@ def linear_fp8(x: Tensor | Quantized, weight: Tensor, weight_scales: Tensor, *, 
         ArgumentError: codes without scales, wrong dtypes, shapes, strides or block, tensors that require grad.
     """
     numbers, of_numbers = (x.codes, x.scales) if isinstance(x, Quantized) else (x, None)
-    kind = _kind(("linear_fp8", type(x), type(block), block), numbers, of_numbers, weight, weight_scales)
+    kind = _kind(("linear_fp8", type(x), block), numbers, of_numbers, weight, weight_scales) if type(block) is int else None
     if kind not in _passed:
         numbers, of_numbers = check.linear_fp8(x, weight, weight_scales, block)
-        checks.no_grad(x=numbers, x_scales=of_numbers, weight=weight, weight_scales=weight_scales)
+        checks.no_grad(**{"x": numbers, "x.scales": of_numbers}, weight=weight, weight_scales=weight_scales)
         _pass(kind)
     if of_numbers is not None:
         numbers, of_numbers = numbers.view(torch.uint8), as_bytes(of_numbers)

@@ -127,12 +127,15 @@ def of_cuda(call: Callable[..., Any], arguments: dispatch.ArgumentRule = any_arg
     return Implementation("triton", cuda_from(8, 0), arguments, call, verified=())
 
 
-def of_any(call: Callable[..., Any]) -> tuple[Implementation, ...]:
+def of_any(call: Callable[..., Any], *, batch_invariant: bool = True) -> tuple[Implementation, ...]:
     """A body, compiled and not."""
-    return (
-        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu",)),
-        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu",)),
-    )
+    row = partial(Implementation, device=any_device, arguments=any_arguments, batch_invariant=batch_invariant, verified=("cpu",))
+    return row("inductor", call=partial(call, run_compiled)), row("eager", call=partial(call, run_eagerly))
+
+
+def of_blas(call: Callable[..., Any]) -> tuple[Implementation, ...]:
+    """The same of a product: BLAS adds in an order that depends on the number of tokens, which shows where fp64 sums nearly cancel."""
+    return of_any(call, batch_invariant=False)
 
 
 ops.define("linear_fp8", "(Tensor x, Tensor? x_scales, Tensor weight, Tensor weight_scales, int block) -> Tensor", _fake_product)
@@ -158,7 +161,7 @@ dispatch.register(
         verified=(),
     ),
     Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_fp8, verified=()),
-    *of_any(bodies.linear_fp8),
+    *of_blas(bodies.linear_fp8),
 )
 dispatch.register(
     "linear.linear_mxfp8",
@@ -183,7 +186,7 @@ dispatch.register(
         verified=(),
     ),
     Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_mxfp8, verified=()),
-    *of_any(bodies.linear_mxfp8),
+    *of_blas(bodies.linear_mxfp8),
 )
 dispatch.register("linear.norm_quantize", of_cuda(_triton_norm, _norm_fits), *of_any(_norm))
 dispatch.register("linear.swiglu_quantize", of_cuda(_triton_swiglu), *of_any(_swiglu))

@@ -145,8 +145,11 @@ def project_out(
         ArgumentError: a pair beside a tensor, and as `linear_fp8` and `linear_mxfp8`.
     """
     if isinstance(weight, Mxfp8Pair):
-        return linear_mxfp8(check.project_out_pairs(z, weight, weight_scales), weight, impl=impl)
+        pair = check.project_out_pairs(z, weight, weight_scales)
+        checks.no_grad(**{"z.codes": pair.codes, "weight.codes": weight.codes})
+        return linear_mxfp8(pair, weight, impl=impl)
     numbers, scales, of_weight = check.project_out(z, weight, weight_scales, block)
+    checks.no_grad(**{"z" if scales is None else "z.codes": numbers, "z.scales": scales})
     return linear_fp8(numbers if scales is None else Quantized(numbers, scales), weight, of_weight, block=block, impl=impl)
 
 

@@ -18,7 +18,7 @@ from dsv4.fast import linear_bodies as bodies
 from dsv4.fast.adapters import deepgemm_linear
 from dsv4.fast.compiled import run_eagerly
 from dsv4.fast.dispatch import Implementation
-from dsv4.fast.linear_ops import empty_codes, kernel, of_any, of_cuda
+from dsv4.fast.linear_ops import empty_codes, kernel, of_any, of_blas, of_cuda
 from dsv4.fast.scales_ops import empty_packed
 from dsv4.formats import WORD_GROUPS
 
@@ -182,7 +182,7 @@ dispatch.register(
         verified=(),
     ),
     of_cuda(_triton_groups),
-    *of_any(bodies.project_groups),
+    *of_blas(bodies.project_groups),
 )
 dispatch.register("output_projection.rotate_quantize", of_cuda(_triton_rotate), *of_any(_rotate))
 dispatch.register(
@@ -197,5 +197,5 @@ dispatch.register(
         verified=(),
     ),
     of_cuda(_triton_pair),
-    *of_any(bodies.project_groups_pair),
+    *of_blas(bodies.project_groups_pair),
 )

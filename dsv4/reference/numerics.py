@@ -4,7 +4,8 @@ A numbered step of the specification that yields an fp32 tensor is evaluated in 
 
     y = fl32( f(x1, x2, ...) ),   f over fp64, x1, x2, ... widened exactly
 
-so its bits do not depend on batch, chunk, order or device. One switch, `numerics`, turns roundings and quantisers off:
+so its bits do not depend on batch, chunk, order or device, but where a sum nearly cancels, to a few 2^-53 of its terms: there BLAS's order
+in fp64 can show. One switch, `numerics`, turns roundings and quantisers off:
 
     mode            fp32_step, bf16_step       quantiser_step     fake_quantize
     stated          round to fp32 (to bf16)    rounds to fp32     quantises

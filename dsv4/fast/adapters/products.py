@@ -1,4 +1,4 @@
-"""Small products whose answers are known, for proofs of libraries: codes and scales between -3 and 12, and every sum exact in fp32.
+"""Small products whose answers are known, for proofs of libraries: small codes and scales, and every sum exact in fp32.
 
 Each row of x has one number in 32, so that a kernel that adds up with few bits is exact as well. Numbers and scales repeat after 7 and 5
 rows, which no tile does, and differ from matrix to matrix of a batch: scales of another row, block, operand or matrix give another answer.

@@ -6,8 +6,9 @@ Promotion. The product of a group starts at zero in the tensor core and is added
 keep 14 bits of a sum of FP8 products (Triton's `max_num_imprecise_acc` is about such sums, but knows no scales).
 
 Scales. The fast sum multiplies two scales, and the product of a group with that, in one fused operation. It takes one scale for the rows
-of the weight that share it, so that few products of scales are needed. That is right unless a scale of the weight is below 2^-22 or an
-fp32 scale of x below 2^-104 (the product of the two could lose bits), or the product overflows, or rows do not share a scale that should.
+of the weight that share it, so that few products of scales are needed. That is right unless a scale of the weight is below 2^-22 or, where
+either side has fp32 scales, one of x below 2^-104 (the product of the two could lose bits), or the product overflows, or rows do not share
+a scale that should.
 All of it shows in a flag or in a result that is not finite. Then the careful sum starts again, for the whole tile: it splits each scale
 into two factors, p of half its exponent and r = scale / p, and adds (dot p p') (r r'), where nothing overflows that should not, and nothing
 is lost that counts: powers are exact, and where dot p p' is below 2^-126 the result is below 2^-200. Where the fast sum is right, both
@@ -203,7 +204,7 @@ def fast_turn(
             x_scale = scales_of_word(x_words, place, group, groups, EVEN, True)
         else:
             x_scale = read_scales(x_scales, x_step, group, groups, X_FORM, EVEN)
-        if X_FORM == "fp32":
+        if X_FORM == "fp32" or W_FORM == "fp32":
             x_flag = x_flag | tl.where((tl.abs(x_scale) < LEAST_SCALE) & (x_scale != 0.0), LOW_BYTES, 0)
         added = ()
         raised = ()
