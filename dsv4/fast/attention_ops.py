@@ -200,8 +200,8 @@ def _attention(name: str, schema: str, call: Callable[..., Pair], mla: Implement
 def _everywhere(call: Callable[..., Any], inductor: Any, eager: Any) -> tuple[Implementation, Implementation]:
     """BLAS does nearly all of the work: compiled bodies gain a fifth, and take seconds for each number of heads and width of a block."""
     return (
-        Implementation("eager", any_device, any_arguments, partial(call, eager), verified=("cpu",)),
-        Implementation("inductor", any_device, any_arguments, partial(call, inductor), verified=("cpu",)),
+        Implementation("eager", any_device, any_arguments, partial(call, eager), verified=("cpu", "SM90")),
+        Implementation("inductor", any_device, any_arguments, partial(call, inductor), verified=("cpu", "SM90")),
     )
 
 
@@ -217,7 +217,7 @@ def _flashmla(call: Callable[..., Pair], name: str) -> Implementation:
         batch_invariant=rows,
         library=flashmla.LIBRARY,
         symbol=symbol,
-        verified=(),
+        verified=("SM90",),
     )
 
 

@@ -175,9 +175,9 @@ def _triton_visible(positions: Tensor, ratio: int) -> Tensor:
     return result
 
 
-_TRITON = partial(Implementation, "triton", cuda_from(8, 0), verified=())
-_INDUCTOR = partial(Implementation, "inductor", any_device, any_arguments, verified=("cpu",))
-_EAGER = partial(Implementation, "eager", any_device, any_arguments, verified=("cpu",))
+_TRITON = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
+_INDUCTOR = partial(Implementation, "inductor", any_device, any_arguments, verified=("cpu", "SM90"))
+_EAGER = partial(Implementation, "eager", any_device, any_arguments, verified=("cpu", "SM90"))
 
 
 def _chain(call: Callable[..., Tensor], most: dispatch.ArgumentRule) -> tuple[Implementation, ...]:
@@ -185,7 +185,7 @@ def _chain(call: Callable[..., Tensor], most: dispatch.ArgumentRule) -> tuple[Im
     return (
         Implementation(
             "deepgemm", deepgemm.DEVICES, _both(deepgemm.mqa_fits, most), partial(call, ("deepgemm", "triton")),
-            library=deepgemm.LIBRARY, symbol=deepgemm.MQA, verified=(),
+            library=deepgemm.LIBRARY, symbol=deepgemm.MQA, verified=("SM90",),
         ),
         _TRITON(_both(triton_fits, most), partial(call, ("triton", "triton"))),
         _INDUCTOR(partial(call, ("eager", "inductor"))),
@@ -209,7 +209,7 @@ dispatch.register(
     _TRITON(_few_picks, partial(_topk, _triton_topk)),
     Implementation(
         "flashinfer", cuda_from(9, 0), _flashinfer_fits, partial(_topk, _flashinfer_topk), library=flashinfer.LIBRARY,
-        symbol=flashinfer.TOP_K, verified=(),
+        symbol=flashinfer.TOP_K, verified=("SM90",),
     ),
     _INDUCTOR(partial(_topk, partial(bodies.select_topk, run_compiled))),
     _EAGER(partial(_topk, partial(bodies.select_topk, run_eagerly))),
