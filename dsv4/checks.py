@@ -92,6 +92,12 @@ def same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> Non
         raise ArgumentError(name, f"a tensor on {value.device}", f"must be on the device of {other_name}, {other.device}")
 
 
+def beside(name: str, value: Tensor, dtypes: str | Sequence[str], shape: Sequence[str | int], other_name: str, other: Tensor) -> None:
+    """Check a tensor's dtype and shape, and that it is on the device of another."""
+    tensor(name, value, dtypes, shape)
+    same_device(name, value, other_name, other)
+
+
 def choice(name: str, value: str, choices: type[Choice]) -> Choice:
     """The member of a string enum that `value` names."""
     try:

@@ -58,12 +58,6 @@ def residual(value: Tensor, floats: Floats = STORED) -> None:
         raise ArgumentError("streams", f"shape {list(value.shape)}", "must have at least one stream of at least one element")
 
 
-def beside(name: str, value: Tensor, dtypes: str | Sequence[str], shape: Sequence[str | int], other_name: str, other: Tensor) -> None:
-    """A tensor of this shape on the device of another."""
-    checks.tensor(name, value, dtypes, shape)
-    checks.same_device(name, value, other_name, other)
-
-
 def small(name: str, value: float) -> None:
     """An epsilon or a factor: an fp32 number, at least 0."""
     checks.at_least(name, value, 0.0)
@@ -73,7 +67,7 @@ def small(name: str, value: float) -> None:
 def statistics(streams: Tensor, fn: Tensor, eps: float, precision: str, floats: Floats = STORED) -> StatisticsPrecision:
     """Arguments of `mix_statistics`."""
     residual(streams, floats)
-    beside("fn", fn, floats.fp32, ("mixes", streams.shape[1] * streams.shape[2]), "streams", streams)
+    checks.beside("fn", fn, floats.fp32, ("mixes", streams.shape[1] * streams.shape[2]), "streams", streams)
     small("eps", eps)
     return checks.choice("precision", precision, StatisticsPrecision)
 
@@ -88,8 +82,8 @@ def splitting(mixes: Tensor, scale: Tensor, base: Tensor, floats: Floats = STORE
     if streams * (streams + 2) != width:
         limit = "must have C + C + C * C mixes a token, of C streams: 3, 8, 15, 24, ..."
         raise ArgumentError("mixes", f"shape {list(mixes.shape)}", limit)
-    beside("scale", scale, floats.fp32, (3,), "mixes", mixes)
-    beside("base", base, floats.fp32, (width,), "mixes", mixes)
+    checks.beside("scale", scale, floats.fp32, (3,), "mixes", mixes)
+    checks.beside("base", base, floats.fp32, (width,), "mixes", mixes)
     return streams
 
 
@@ -103,25 +97,25 @@ def sinkhorn(iterations: int, eps: float, post_multiplier: float = 2.0) -> None:
 def collapsing(streams: Tensor, pre: Tensor, floats: Floats = STORED, name: str = "pre") -> None:
     """Arguments of `collapse`."""
     residual(streams, floats)
-    beside(name, pre, floats.fp32, (streams.shape[0], streams.shape[1]), "streams", streams)
+    checks.beside(name, pre, floats.fp32, (streams.shape[0], streams.shape[1]), "streams", streams)
 
 
 def expanding(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, floats: Floats = STORED) -> None:
     """Arguments of `expand`."""
     residual(streams, floats)
     tokens, count, hidden = streams.shape
-    beside("y", y, floats.bf16, (tokens, hidden), "streams", streams)
-    beside("post", post, floats.fp32, (tokens, count), "streams", streams)
-    beside("comb", comb, floats.fp32, (tokens, count, count), "streams", streams)
+    checks.beside("y", y, floats.bf16, (tokens, hidden), "streams", streams)
+    checks.beside("post", post, floats.fp32, (tokens, count), "streams", streams)
+    checks.beside("comb", comb, floats.fp32, (tokens, count, count), "streams", streams)
 
 
 def head(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float, floats: Floats = STORED) -> None:
     """Arguments of `head_collapse`."""
     residual(streams, floats)
     _, count, hidden = streams.shape
-    beside("fn", fn, floats.fp32, (count, count * hidden), "streams", streams)
-    beside("scale", scale, floats.fp32, (1,), "streams", streams)
-    beside("base", base, floats.fp32, (count,), "streams", streams)
+    checks.beside("fn", fn, floats.fp32, (count, count * hidden), "streams", streams)
+    checks.beside("scale", scale, floats.fp32, (1,), "streams", streams)
+    checks.beside("base", base, floats.fp32, (count,), "streams", streams)
     small("norm_eps", norm_eps)
     small("eps", eps)
 
@@ -144,10 +138,10 @@ def boundary(
     """What `boundary` takes beyond the arguments of `expand` and the numbers of `split_mix`; its options as members of their enums."""
     _, count, hidden = streams.shape
     mixes = count * (2 + count)
-    beside("fn", fn, floats.fp32, (mixes, count * hidden), "streams", streams)
-    beside("scale", scale, floats.fp32, (3,), "streams", streams)
-    beside("base", base, floats.fp32, (mixes,), "streams", streams)
-    beside("weight", weight, "bf16", (hidden,), "streams", streams)
+    checks.beside("fn", fn, floats.fp32, (mixes, count * hidden), "streams", streams)
+    checks.beside("scale", scale, floats.fp32, (3,), "streams", streams)
+    checks.beside("base", base, floats.fp32, (mixes,), "streams", streams)
+    checks.beside("weight", weight, "bf16", (hidden,), "streams", streams)
     if carried_pre is not None:
         collapsing(streams, carried_pre, floats, "carried_pre")
     small("norm_eps", norm_eps)

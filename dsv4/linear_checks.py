@@ -37,8 +37,8 @@ def linear_fp8(
         raise ArgumentError("weight", f"shape {list(weight.shape)}", "must have at least one column")
     checks.same_device("weight", weight, name, numbers)
     if scales is not None:
-        _beside(f"{name}.scales", scales, SCALES, (tokens, -(-k // block)), f"{name}.codes", numbers)
-    _beside("weight_scales", weight_scales, SCALES, (-(-weight.shape[0] // block), -(-k // block)), "weight", weight)
+        checks.beside(f"{name}.scales", scales, SCALES, (tokens, -(-k // block)), f"{name}.codes", numbers)
+    checks.beside("weight_scales", weight_scales, SCALES, (-(-weight.shape[0] // block), -(-k // block)), "weight", weight)
     return numbers, scales
 
 
@@ -57,7 +57,7 @@ def mxfp8_weight(weight: Tensor, block_scales: Tensor, scale_layout: str) -> Sca
     if k < 1:
         raise ArgumentError("weight", f"shape {list(weight.shape)}", "must have at least one column")
     checks.e8m0_bits("block_scales", block_scales)
-    _beside("block_scales", block_scales, ("e8m0", "uint8"), (-(-n // MXFP8_GROUP), -(-k // MXFP8_GROUP)), "weight", weight)
+    checks.beside("block_scales", block_scales, ("e8m0", "uint8"), (-(-n // MXFP8_GROUP), -(-k // MXFP8_GROUP)), "weight", weight)
     return _layout(scale_layout, PAIR_LAYOUTS)
 
 
@@ -77,7 +77,7 @@ def swiglu_quantize(
 ) -> tuple[ScaleLayout, AmaxFloor]:
     """Arguments of `swiglu_quantize`; layout and floor."""
     checks.tensor("gate", gate, floats, ("tokens", "n"))
-    _beside("up", up, floats, tuple(gate.shape), "gate", gate)
+    checks.beside("up", up, floats, tuple(gate.shape), "gate", gate)
     if gate.shape[1] < 1:
         raise ArgumentError("gate", f"shape {list(gate.shape)}", "must have at least one number in a row")
     if limit is not None:
@@ -105,10 +105,10 @@ def project_groups(
         raise ArgumentError("weight", f"shape {list(weight.shape)}", "must have at least one group, one row and one column")
     checks.same_device("weight", weight, "o", numbers)
     if scales is not None:
-        _beside("o.scales", scales, SCALES, (tokens, groups, -(-width // WORD)), "o.codes", numbers)
+        checks.beside("o.scales", scales, SCALES, (tokens, groups, -(-width // WORD)), "o.codes", numbers)
     if weight_scales is not None:
         grid = (groups, -(-weight.shape[1] // WORD), -(-width // WORD))
-        _beside("weight_scales", weight_scales, SCALES, grid, "weight", weight)
+        checks.beside("weight_scales", weight_scales, SCALES, grid, "weight", weight)
     return numbers, scales, chosen
 
 
@@ -126,12 +126,12 @@ def rotate_quantize(
     tokens, heads, dim = checks.tensor("o", o, floats, ("tokens", "heads", "dim")).shape
     if heads < 1 or dim < 2 or dim % 2:
         raise ArgumentError("o", f"shape {list(o.shape)}", "must have at least one head, of an even number of dims")
-    _beside("table", table, "fp32", ("positions", "dims"), "o", o)
+    checks.beside("table", table, "fp32", ("positions", "dims"), "o", o)
     places, dims = table.shape
     if places < 1 or dims < 2 or dims % 2 or dims > dim:
         limit = f"must have a position or more, and 2 dims or more, an even number of at most the {dim} of a head"
         raise ArgumentError("table", f"shape {list(table.shape)}", limit, "rope_table builds it")
-    _beside("positions", positions, ("int64", "int32"), (tokens,), "o", o)
+    checks.beside("positions", positions, ("int64", "int32"), (tokens,), "o", o)
     checks.at_least("groups", groups, 1)
     if heads % groups:
         raise ArgumentError("groups", str(groups), f"must divide the {heads} heads of o")
@@ -198,7 +198,7 @@ def _flat(z: Tensor | Quantized, floats: Floats, block: int) -> Tensor | Quantiz
     tokens, groups, rank = numbers.shape
     _size("block", block)
     checks.multiple("z.codes", rank, block, "rank, the last size, is counted in blocks where z is quantised")
-    _beside("z.scales", scales, SCALES, (tokens, groups, rank // block), "z.codes", numbers)
+    checks.beside("z.scales", scales, SCALES, (tokens, groups, rank // block), "z.codes", numbers)
     return Quantized(numbers.flatten(1), scales.flatten(1))
 
 
@@ -248,12 +248,6 @@ def _pair(name: str, value: object) -> None:
     tiled = scales.dim() == 4
     checks.tensor(f"{name}.scales", scales, "int32", (-(-rows // TILE_ROWS), words, 32, 4) if tiled else (rows, words))
     checks.same_device(f"{name}.scales", scales, f"{name}.codes", value.codes)
-
-
-def _beside(name: str, value: Tensor, dtypes: Floats, shape: Sequence[str | int], other_name: str, other: Tensor) -> None:
-    """A tensor of this shape on the device of another."""
-    checks.tensor(name, value, dtypes, shape)
-    checks.same_device(name, value, other_name, other)
 
 
 def _size(name: str, value: int) -> None:
