@@ -229,6 +229,23 @@ def test_every_invariant_has_a_fault_here_or_wants_an_operator_or_a_gpu():
     assert set(invariants.CHECKS) == {check.partition(".")[0] for _, check, _ in FAULTS} - {"drawn"} | {"opcheck", "graph_replay"}
 
 
+def test_another_kernel_for_another_layout_keeps_its_bound_where_that_is_said():
+    def capping(off):
+        def call(logits, limit):
+            result = cap(logits, limit)
+            return result if logits.is_contiguous() and logits.storage_offset() == 0 else result * (1 + off)
+
+        return call
+
+    def stride_check(bounded):
+        return Contract(**{**CAP.__dict__, "invariants": (Invariant("strides", "finite", {"bounded": bounded}),)})
+
+    last_bit, wrong = capping(2.0**-23), capping(2.0**-15)
+    assert checked(stride_check((0,)), last_bit, "strides.finite").result == "passed"
+    assert "argument 0" in checked(stride_check(()), last_bit, "strides.finite").message
+    assert "argument 0" in checked(stride_check((0,)), wrong, "strides.finite").message
+
+
 def test_opcheck_wants_an_operator():
     contract = Contract(**{**BEST.__dict__, "invariants": (Invariant("opcheck", "drawn"),)})
     assert "no operator of dsv4 was called" in checked(contract, best, "opcheck.drawn").message

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dsv4.parity import attention_bounds, attention_inputs, invariants, strategies
 from dsv4.parity.attention_inputs import draft_call, paged_call, sizes, sparse_call
-from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
+from dsv4.parity.contracts import Call, Contract, Domain, Invariant, Output, Rows, Spec
 from dsv4.parity.exact import unrounded
 from dsv4.parity.levels import Level
 from dsv4.reference import attention
@@ -34,6 +34,7 @@ from dsv4.reference import attention
 Build = Callable[[Spec, torch.device], Call]
 ALONE = ("run_to_run", "inputs_unchanged", "poisoned_output", "strides", "fullgraph", "opcheck", "graph_replay")
 ROWS = ("batch", "padding", "empty")
+PAGES = {"bounded": ("main.pages", "extra.pages")}  # at odd addresses another kernel reads them
 TINY = tuple(name for name in ALONE if name not in ("poisoned_output", "opcheck"))  # of functions that need no operator of their own
 EXACT = ("mean", "ahead")
 WHOLE: Spec = {"with_sink": True, "lengths": True}
@@ -132,6 +133,11 @@ def _sparse() -> Contract:
     )
 
 
+def _of_pages(domain: str) -> tuple[Invariant, ...]:
+    """`ALONE`, of a function that reads pages."""
+    return tuple(Invariant(name, domain, PAGES if name == "strides" else {}) for name in ALONE)
+
+
 def _paged(function: str, forms: Sequence[Spec], **fixed: st.SearchStrategy[Any]) -> Contract:
     far = {"far": st.just(True), "heads": st.just(2), "tokens": st.integers(1, 5), "page_sizes": st.just([16, 64]), "gap": st.just(0)}
     small = {"tokens": st.integers(1, 7), "picks": st.sampled_from([16, 40]), "heads": st.sampled_from([3, 8])}
@@ -145,7 +151,7 @@ def _paged(function: str, forms: Sequence[Spec], **fixed: st.SearchStrategy[Any]
         function,
         domains,
         _outputs(("mean", "ahead", "far"), ("drawn", "plain")),
-        invariants.on("plain", *ALONE, *(name for name in ROWS if name != "padding" or function != "decode_attention")),
+        (*_of_pages("plain"), *invariants.on("plain", *(name for name in ROWS if name != "padding" or function != "decode_attention"))),
         Rows((0, 2, "lengths", "extra_slots", "extra_lengths")),
         exact=unrounded(getattr(attention, function)),
         not_claimed=("tokens with a score, or a sum that leads to one, beyond fp32",),
@@ -165,7 +171,7 @@ def _draft() -> Contract:
         "draft_attention",
         domains,
         _outputs(("mean", "ahead"), ("drawn", "single")),
-        invariants.on("single", *ALONE, *ROWS),
+        (*_of_pages("single"), *invariants.on("single", *ROWS)),
         Rows((0, 1, 3, "lengths")),
         exact=unrounded(attention.draft_attention),
     )
