@@ -74,7 +74,8 @@ def ours(contract: Contract, device: torch.device, backend: str | None = None, *
     import dsv4.fast
 
     function = getattr(getattr(dsv4.fast, contract.component), contract.function)
-    statuses = [status for status in dsv4.fast.backends(device) if status.function == contract.name]
+    with dsv4.fast.use(batch_invariant=True):  # a row may claim it where that is demanded, and is held to it under the demand
+        statuses = [status for status in dsv4.fast.backends(device) if status.function == contract.name]
     if not statuses:
         host = Candidate("default", function, "host", f"torch {torch.__version__}", may_refuse=False)
         return [host if backend in (None, "host") else Absent(backend, f"{contract.name} is host work and has no backends")]

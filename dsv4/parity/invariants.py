@@ -6,6 +6,7 @@ Contracts name them: `on("drawn", "run_to_run", "batch", …)`, or `Invariant(na
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -83,8 +84,22 @@ def guards(trial: Trial, out: str = "out", **_: Any) -> None:
     trial.same(plain, written, f"the result in a buffer given as {out!r}")
 
 
+def _demanded(trial: Trial) -> AbstractContextManager[Any]:
+    """What asks a row of dsv4.fast for independence of the batch; nothing for host work and for anybody else's."""
+    if trial.candidate.backend in ("", "foreign", "host") or "batch" in dict(trial.candidate.unclaimed):
+        return nullcontext()
+    from dsv4 import fast
+
+    return fast.use(batch_invariant=True)
+
+
 def batch(trial: Trial, **_: Any) -> None:
     """Each row's result is the same in any order, alone, in either part of a split batch, and in a batch of other rows."""
+    with _demanded(trial):
+        _in_any_batch(trial)
+
+
+def _in_any_batch(trial: Trial) -> None:
     call = trial.call()
     count = call[_rows(trial)[0]].shape[0]
     whole = _read(trial, call, trial.run(call))
@@ -111,9 +126,11 @@ def padding(trial: Trial, **_: Any) -> None:
     for argument in _rows(trial):
         padded = padded.replace(argument, _padded(call[argument], -1))
         plain = plain.replace(argument, call[argument] if alone else _padded(call[argument], 0))
-    live, expected = (
-        {name: take(tensor, list(range(count))) for name, tensor in _read(trial, some, trial.run(some)).items()} for some in (padded, plain)
-    )
+    with _demanded(trial):
+        live, expected = (
+            {name: take(tensor, list(range(count))) for name, tensor in _read(trial, some, trial.run(some)).items()}
+            for some in (padded, plain)
+        )
     _same_rows(trial, expected, live, f"{PAD_ROWS} rows of NaN after the last")
 
 
