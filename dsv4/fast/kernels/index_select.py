@@ -1,14 +1,9 @@
 """The k largest of rows of scores, exactly, at any length.
 
-A score becomes an int32 that compares as it does; NaN and minus infinity become MISSING, below all others. A program holds a piece of a row
-in registers and finds the k-th largest key by bisection: a count for each step, from the least key to the largest, until exactly k are not
+A score becomes an int32 that compares as it does; NaN and minus infinity become MISSING, below all others. A program holds a row in
+registers and finds the k-th largest key by bisection: a count for each step, from the least key to the largest, until exactly k are not
 below. Equal keys go to the smaller index. Picks leave in the order of their indices by a sum over those before them. Nothing is rounded
-into bins and nothing is added atomically, so results are the same bits in every run.
-
-A longer row is cut into pieces. Each gives its k best with their indices, in order, and the same selection runs over these, in pieces again
-where they are too many: the k best of a row are among the k best of its pieces, ties included. A level leaves a quarter and k at most.
-The k-th largest key of a sample of the row is no larger than that of the row, so pieces drop what lies below it, and most of them have
-nothing left to search.
+into bins and nothing is added atomically, so results are the same bits in every run. Longer rows: `index_groups`.
 """
 
 from __future__ import annotations
@@ -21,99 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 from dsv4.fast.kernels.codec_bits import widened
+from dsv4.fast.kernels.index_groups import group_of, select_grouped
+from dsv4.fast.kernels.index_keys import LARGEST as LARGEST
+from dsv4.fast.kernels.index_keys import MISSING, keys_at, slots_of, threshold
+from dsv4.fast.kernels.index_keys import compiled as compiled
+from dsv4.fast.kernels.index_keys import ordered_keys as ordered_keys
+from dsv4.fast.kernels.index_keys import row_range as row_range
 
-MISSING: tl.constexpr = tl.constexpr(-(2**31))
-LARGEST: tl.constexpr = tl.constexpr(2**31 - 1)
 MOST_PICKS = 8192
-PIECE = 8192  # keys of a program, where k is at most a quarter of them
-WHOLE = 16384  # keys of a row that one program takes
-LANE_KEYS = 1024  # keys of a warp
-RUN = 8  # neighbours in a sample: a sector of memory
+WHOLE = 4096  # keys of a row that is not grouped, unless its groups were no fewer
+WARP_KEYS = 1024
+REGISTERS, OF_KEYS = 64, 8192  # of a thread, for four programs of so many keys side by side
 FILL = 256  # places without a pick that are filled at a time
 RANKED = 128  # picks of a program that ranks them
 
 
-@triton.jit
-def ordered_keys(numbers):
-    """int32 keys of fp32 scores: -0 and 0 are one key, NaN and minus infinity are MISSING."""
-    bits = (numbers + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(numbers > float("-inf"), bits ^ ((bits >> 31) & LARGEST), MISSING)
-
-
-@triton.jit
-def _keys(source, at, limit, KEYS: tl.constexpr, NATIVE: tl.constexpr):
-    """Keys at some places, MISSING from `limit` on."""
-    here = at < limit
-    if KEYS:
-        keys = tl.load(source + at, mask=here, other=MISSING)
-    else:
-        keys = ordered_keys(widened(tl.load(source + at, mask=here, other=float("-inf")), NATIVE))
-    return keys
-
-
-@triton.jit
-def row_range(starts, ends, row, columns, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr):
-    """First column of a row's window, and how many there are, int64, within the row."""
-    first = tl.zeros([], tl.int64)
-    past = first + columns
-    if HAS_ENDS:
-        past = tl.minimum(tl.maximum(tl.load(ends + row).to(tl.int64), 0), past)
-    if HAS_STARTS:
-        first = tl.minimum(tl.maximum(tl.load(starts + row).to(tl.int64), 0), first + columns)
-    return first, tl.maximum(past - first, 0)
-
-
-@triton.jit
-def threshold(keys, k):
-    """The k-th largest key, and how many keys equal to it are picked; MISSING and 0 where no more than k are there."""
-    there = tl.sum((keys > MISSING).to(tl.int32), axis=0)
-    low = tl.min(tl.where(keys > MISSING, keys, LARGEST), axis=0)
-    high = tl.max(keys, axis=0)
-    if there <= k:
-        low = tl.full([], MISSING, tl.int32)
-        high = tl.full([], MISSING, tl.int32)
-    while low < high:  # at least k keys are not below low, fewer than k are above high
-        middle = (low | high) - ((low ^ high) >> 1)
-        count = tl.sum((keys >= middle).to(tl.int32), axis=0)
-        high = tl.where(count > k, high, tl.where(count == k, middle, middle - 1))
-        low = tl.where(count >= k, middle, low)
-    above = tl.sum((keys > low).to(tl.int32), axis=0)
-    return low, tl.where(there <= k, 0, k - above)
-
-
-@triton.jit(do_not_specialize=["stride", "columns", "k"])
-def floor_kernel(
-    source, stride, starts, ends, floors, columns, k,
-    SAMPLE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_ENDS: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """A key that the k-th largest of a row is not below: that of runs of neighbours which lie evenly in it, SAMPLE keys."""
-    row = tl.program_id(0).to(tl.int64)
-    first, length = row_range(starts, ends, row, columns, HAS_STARTS, HAS_ENDS)
-    step = tl.maximum(length // SAMPLE, 1) * RUN
-    number = tl.arange(0, SAMPLE)
-    at = (number // RUN).to(tl.int64) * step + number % RUN
-    floor, _ = threshold(_keys(source + row * stride + first, at, length, KEYS, NATIVE), k)
-    tl.store(floors + row, floor)
-
-
-@triton.jit
-def slots_of(table, table_stride, request, requests_there, table_columns, name, chosen, PAGE: tl.constexpr):
-    """int64 slots of entries of a request, -1 where there is none or it does not fit int32. `name` int32, `request` int64."""
-    column = name // PAGE
-    known = chosen & (request >= 0) & (request < requests_there) & (column < table_columns)
-    place = tl.where((request >= 0) & (request < requests_there), request, 0) * table_stride
-    page = tl.load(table + (place + column), mask=known, other=-1).to(tl.int64)
-    page = tl.where(page > LARGEST, -1, page)
-    slot = page * PAGE + (name - column * PAGE)
-    return tl.where(known & (page >= 0) & (slot <= LARGEST), slot, -1)
-
-
-@triton.jit(do_not_specialize=["stride", "columns", "k", "pieces", "table_stride", "requests_there", "table_columns"])
+@triton.jit(do_not_specialize=["stride", "columns", "k", "table_stride", "requests_there", "table_columns"])
 def select_kernel(
     source,  # scores, or int32 keys
     stride,
-    names,  # of keys that an earlier level left; their stride is that of the keys
-    floors,  # keys below them are not picked, one a row
     starts,
     ends,
     table,
@@ -121,48 +42,39 @@ def select_kernel(
     requests,
     requests_there,
     table_columns,
-    picked,  # int32 [rows, pieces, k]
+    picked,  # int32 [rows, k]
     picked_keys,
     columns,
     k,
-    pieces,
-    PIECE: tl.constexpr,
+    MOST: tl.constexpr,  # columns, or more
     TILE: tl.constexpr,  # keys that are looked at again at a time
     FILL: tl.constexpr,
     KEYS: tl.constexpr,
-    NAMED: tl.constexpr,
-    FLOORED: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HAS_ENDS: tl.constexpr,
     PAGE: tl.constexpr,  # 0: picks stay indices
     KEEP_KEYS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """The k best of a piece of a row, by ascending index."""
-    program = tl.program_id(0)
-    row = (program // pieces).to(tl.int64)
-    begin = (program % pieces).to(tl.int64) * PIECE
+    """The k best of a row, by ascending index."""
+    row = tl.program_id(0).to(tl.int64)
     first, length = row_range(starts, ends, row, columns, HAS_STARTS, HAS_ENDS)
-    limit = tl.minimum(tl.maximum(length - begin, 0), PIECE).to(tl.int32)
-    base = row * stride + first + begin
-    here = source + base
-    candidates = _keys(here, tl.arange(0, PIECE), limit, KEYS, NATIVE)
-    floor = tl.load(floors + row) if FLOORED else MISSING
-    bound, ties = threshold(tl.where(candidates < floor, MISSING, candidates), k)
-    out = program.to(tl.int64) * k
-    earlier = limit * 0  # keys above and, from bit 16 on, equal to the bound: a piece has fewer than 2^16 keys
+    limit = length.to(tl.int32)
+    here = source + (row * stride + first)
+    bound, ties = threshold(keys_at(here, tl.arange(0, MOST), limit, KEYS, NATIVE), k)
+    out = row * k
+    earlier = limit * 0  # keys above and, from bit 16 on, equal to the bound: there are fewer than 2^16 keys
     placed = limit * 0
     offset = limit * 0
     while offset < limit:
         at = offset + tl.arange(0, TILE)
-        keys = _keys(here, at, limit, KEYS, NATIVE)
-        keys = tl.where(keys < floor, MISSING, keys)
+        keys = keys_at(here, at, limit, KEYS, NATIVE)
         above, equal = keys > bound, (keys == bound) & (keys > MISSING)
         counts = above.to(tl.int32) + (equal.to(tl.int32) << 16)
         before = earlier + tl.cumsum(counts, axis=0) - counts
         equal_before = (before >> 16) & 0xFFFF
         chosen = above | (equal & (equal_before < ties))
-        name = tl.load(names + base + at, mask=chosen, other=-1) if NAMED else begin.to(tl.int32) + at
+        name = at
         if PAGE > 0:
             request = tl.load(requests + row).to(tl.int64)
             slot = slots_of(table, table_stride, request, requests_there, table_columns, name, chosen, PAGE)
@@ -259,47 +171,23 @@ def select(
     picks = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     keys = torch.empty_like(picks) if ranked else picks
     source = logits if logits.stride(1) == 1 else logits.contiguous()
-    window = _window(starts, ends, source)
-    table = _table(block_table, requests, page_size, source)
+    window, table = _window(starts, ends, source), _table(block_table, requests, page_size, source)
+    group = group_of(source.shape[1], k) if source.shape[1] > WHOLE else 1
     with torch.cuda.device_of(logits):
-        source, names, window = _shortened(source, k, window)
-        _launch(source, names, None, window, table, picks, keys, k, 1, keep_keys=ranked)
+        if group > 1:
+            select_grouped(source, k, group, window, table, picks, keys, _select_keys, keep_keys=ranked)
+        else:
+            most = max(triton.next_power_of_2(source.shape[1]), 256)
+            select_kernel[(rows,)](
+                source, source.stride(0), picked=picks, picked_keys=keys, columns=source.shape[1], k=k, MOST=most, TILE=max(most // 4, 256),
+                FILL=FILL, KEYS=source.dtype == torch.int32, KEEP_KEYS=ranked, NATIVE=compiled(select_kernel),
+                num_warps=min(max(most // WARP_KEYS, 1), 32), maxnreg=REGISTERS if most <= OF_KEYS else None, **window, **table,
+            )  # fmt: skip
     return _ranked(picks, keys, picks, by_name=False, places=True) if ranked else picks
 
 
-def _shortened(source: Tensor, k: int, window: dict[str, Any]) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Rows that one program can hold: the best of the pieces of longer ones, with their names."""
-    names, rows, piece = None, len(source), max(PIECE, triton.next_power_of_2(4 * k))
-    floors = _floors(source, k, window) if source.shape[1] > max(WHOLE, piece) else None
-    while source.shape[1] > max(WHOLE, piece):
-        pieces = triton.cdiv(source.shape[1], piece)
-        best = torch.empty(rows, pieces * k, dtype=torch.int32, device=source.device)
-        keys = torch.empty_like(best)
-        _launch(source, names, floors, window, _table(None, None, 0, source), best, keys, k, pieces, keep_keys=True, piece=piece)
-        source, names, window = keys, best, _window(None, None, source)
-    return source, names, window
-
-
-def _floors(source: Tensor, k: int, window: dict[str, Any]) -> Tensor:
-    floors = torch.empty(len(source), dtype=torch.int32, device=source.device)
-    floor_kernel[(len(source),)](
-        source, source.stride(0), floors=floors, columns=source.shape[1], k=k, SAMPLE=WHOLE, RUN=RUN, KEYS=source.dtype == torch.int32,
-        NATIVE=compiled(floor_kernel), num_warps=WHOLE // LANE_KEYS, **window,
-    )  # fmt: skip
-    return floors
-
-
-def _launch(
-    source: Tensor, names: Tensor | None, floors: Tensor | None, window: dict[str, Any], table: dict[str, Any], picks: Tensor, keys: Tensor,
-    k: int, pieces: int, *, keep_keys: bool, piece: int = 0,
-) -> None:  # fmt: skip
-    piece = piece or max(triton.next_power_of_2(source.shape[1]), 256)
-    select_kernel[(len(source) * pieces,)](
-        source, source.stride(0), source if names is None else names, source if floors is None else floors, picked=picks, picked_keys=keys,
-        columns=source.shape[1], k=k, pieces=pieces, PIECE=piece, TILE=max(piece // 4, 256), FILL=FILL, KEYS=source.dtype == torch.int32,
-        NAMED=names is not None, FLOORED=floors is not None, KEEP_KEYS=keep_keys, NATIVE=compiled(select_kernel),
-        num_warps=min(max(piece // LANE_KEYS, 1), 32), **window, **table,
-    )  # fmt: skip
+def _select_keys(keys: Tensor, k: int) -> Tensor:
+    return select(keys, k, None, None, "index")
 
 
 def finish(
@@ -334,11 +222,6 @@ def plain_scores(logits: Tensor) -> Tensor:
             logits, logits.stride(0), result, result.stride(0), logits.shape[1], WIDE=wide, num_warps=8
         )
     return result
-
-
-def compiled(kernel: object) -> bool:
-    """Whether a kernel runs on a device, and not in Triton's interpreter."""
-    return isinstance(kernel, triton.JITFunction)
 
 
 def _window(starts: Tensor | None, ends: Tensor | None, anything: Tensor) -> dict[str, Any]:
