@@ -79,7 +79,7 @@ def _over_pages(
     for function, applies in (("decode", tokens <= DECODE), ("prefill", tokens > DECODE), ("paged", False)):
         if applies or every:
             raw = _libraries(q, main, extra, lists, sink, function == "decode", device)
-            case = (q, main, lists[0][0], sink), options, raw, None, read, lists, cycle(lists)
+            case = (q, main, lists[0][0], sink), options, raw, None, read, "", lists, cycle(lists)
             yield InTurn(f"attention.{function}_attention", words, *case)
 
 
@@ -91,7 +91,7 @@ def _rest(label: str, tokens: int, heads: int, layout: str, picks: int, device: 
     read = q.nbytes + sink.nbytes + lists[0][0].nbytes + lists[0][0].numel() * 2 * q.shape[2]
     raw = _libraries_of_rows(q, WINDOW + picks, sink, device) if device.type == "cuda" else {}
     pairs = tuple((one, one) for (one,) in lists)
-    yield InTurn("attention.sparse_attention", words, (q, kv, lists[0][0], sink), {}, raw, None, read, pairs, cycle(pairs))
+    yield InTurn("attention.sparse_attention", words, (q, kv, lists[0][0], sink), {}, raw, None, read, "", pairs, cycle(pairs))
     blocks = -(-tokens // DRAFTS)
     q = _queries(blocks * DRAFTS, heads, device)
     main, own = _pool(layout, "main", device), torch.randn(len(q), q.shape[2], device=device).to(torch.bfloat16)
