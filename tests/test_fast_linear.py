@@ -4,18 +4,20 @@ is held; graphs, operators, errors."""
 import inspect
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dsv4.fast import compiled, dispatch, linear_bodies, linear_ops, quantization, use
+from dsv4.fast import compiled, dispatch, linear_bodies, linear_ops, quantization, recall, use
 from dsv4.fast import linear as fast
 from dsv4.fast.adapters import deepgemm_linear, flashinfer_linear
 from dsv4.fast.adapters.library import Library
 from dsv4.fast.compiled import run_compiled, run_eagerly
 from dsv4.fast.dispatch import Device
+from dsv4.fast.recall import Memory
 from dsv4.reference import linear as reference
 from dsv4.reference import scales
 from dsv4.types import ArgumentError, BackendUnavailable, Mxfp8Pair, Quantized, Unsupported
@@ -271,8 +273,11 @@ def pretend(monkeypatch, capability):
     for function, rows in dispatch.TABLES.items():
         if function.startswith(("linear.", "output_projection.")):
             eager = rows[-1].call
-            noted = [replace(row, call=lambda *given, row=row, eager=eager: called.append(row.backend) or eager(*given)) for row in rows]
-            monkeypatch.setitem(dispatch.TABLES, function, tuple(noted))
+            noted = tuple(
+                replace(row, call=lambda *given, row=row, eager=eager: called.append(row.backend) or eager(*given), prepare=None)
+                for row in rows
+            )
+            monkeypatch.setitem(dispatch.TABLES, function, noted)
     return called
 
 
@@ -301,10 +306,6 @@ FP8_ROUTES = [
 def test_routes_of_linear_fp8(monkeypatch, capability, size, kind, backend, demand):
     called, (n, k, block) = pretend(monkeypatch, capability), size
     weight, of_weight = codes(n, k), kind(*grid(n, k, block))
-    if capability is None and demand:  # BLAS's order
-        with use(**demand), pytest.raises(BackendUnavailable, match=r"inductor: is not batch-invariant"):
-            fast.linear_fp8(normal(5, k), weight, of_weight, block=block)
-        return
     with use(**demand):
         fast.linear_fp8(normal(5, k), weight, of_weight, block=block)
         fast.linear_fp8(Quantized(codes(5, k), kind(5, -(-k // block))), weight, of_weight, block=block)
@@ -321,7 +322,7 @@ PAIR_ROUTES = [
     (SM90, "packed", "packed", "triton", "triton"),
     (SM90, "128x4", "128x4", "triton", "triton"),
     (SM80, "packed", "packed", "triton", "triton"),
-    (None, "packed", "128x4", "inductor", None),
+    (None, "packed", "128x4", "inductor", "inductor"),
 ]
 
 
@@ -331,11 +332,6 @@ def test_routes_of_linear_mxfp8(monkeypatch, capability, left, right, backend, i
     fast.linear_mxfp8(x, weight)
     with use(deterministic=True):
         fast.linear_mxfp8(x, weight)
-    if invariant is None:  # BLAS's order
-        with use(batch_invariant=True), pytest.raises(BackendUnavailable, match=r"inductor: is not batch-invariant"):
-            fast.linear_mxfp8(x, weight)
-        assert called == [backend, backend]
-        return
     with use(batch_invariant=True):
         fast.linear_mxfp8(x, weight)
     assert called == [backend, invariant, invariant]
@@ -416,7 +412,7 @@ def test_flags():
     blas = {(name, backend) for name in products for backend in ("inductor", "eager")}
     assert variant == {library, *blas, *((name, "triton") for name in products)}
     with use(batch_invariant=True):
-        assert {key for key, row in rows.items() if not row.batch_invariant} == {library, *blas}
+        assert {key for key, row in rows.items() if not row.batch_invariant} == {library}
     assert {key for key, row in rows.items() if not row.deterministic} == {library}
     assert all(row.graph_safe for row in rows.values())
 
@@ -447,6 +443,12 @@ def kernels(monkeypatch):
 
         return run
 
+    def prepare(*given, invariant):
+        return partial(linear_bodies.linear_mxfp8, run_eagerly) if given[3].dtype == torch.int32 else blocks_of_32
+
+    def blocks_of_32(*given):
+        return linear_bodies.linear_fp8(run_eagerly, *given, 32)
+
     def quantize(given, options):
         x = torch.nn.functional.pad(given[0], (0, -given[0].shape[1] % options["group"]))
         got = quantization.quantize_fp8(x, options["group"], impl="eager")
@@ -464,6 +466,7 @@ def kernels(monkeypatch):
         ),
         ("linear_choice", "run_fp8"): product(linear_bodies.linear_fp8),
         ("linear_choice", "run_mxfp8"): product(linear_bodies.linear_mxfp8),
+        ("linear_choice", "prepare"): prepare,
     }
     monkeypatch.setattr(linear_ops, "kernel", lambda *name: of[name])
     monkeypatch.setattr(dispatch, "_toolchain", lambda backend, kind: None)
@@ -602,7 +605,8 @@ def test_chain_is_one_graph():
 
 def test_checks_look_again_at_what_is_new(monkeypatch):
     """A kind of arguments that has passed passes again; everything else is looked at."""
-    monkeypatch.setattr(fast, "_passed", set())
+    memory = Memory("linear.linear_fp8", fast._operator_fp8)
+    monkeypatch.setattr(fast, "_fp8", memory)
     looked, check = [], fast.check.linear_fp8
     monkeypatch.setattr(fast.check, "linear_fp8", lambda *given: looked.append(1) or check(*given))
     x, weight, of_weight = normal(4, 64), codes(9, 64), powers(1, 2)
@@ -623,14 +627,13 @@ def test_checks_look_again_at_what_is_new(monkeypatch):
         fast.linear_fp8(x.clone().requires_grad_(), weight, of_weight, block=32, impl="eager")
     with torch.no_grad():
         fast.linear_fp8(x.clone().requires_grad_(), weight, of_weight, block=32, impl="eager")
-    kinds = len(fast._passed)
-    monkeypatch.setattr(fast, "MOST_KINDS", kinds)
+    monkeypatch.setattr(recall, "MOST", memory._count)
     fast.linear_fp8(x[:3], weight, of_weight, block=32, impl="eager")
-    assert len(fast._passed) == 1
+    assert memory._count == len(memory._known) == 1
 
 
 def test_pairs_are_looked_at(monkeypatch):
-    monkeypatch.setattr(fast, "_passed", set())
+    monkeypatch.setattr(fast, "_mxfp8", Memory("linear.linear_mxfp8", fast._operator_mxfp8))
     x, weight = pair(4, 64, "packed"), pair(9, 64, "packed")
     for _ in range(2):
         fast.linear_mxfp8(x, weight, impl="eager")

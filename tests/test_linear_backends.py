@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from dsv4.fast import linear_ops
 from dsv4.fast import scales as fast_scales
 from dsv4.fast.adapters import deepgemm, deepgemm_linear, flashinfer_linear
 from dsv4.fast.adapters.deepgemm import LIBRARY as DEEPGEMM
@@ -270,6 +271,44 @@ def test_ln_03_scales_of_the_weight_give_one_call_whatever_their_strides(hopper,
     }[stored]()
     scales = power(bytes_of(6, groups, seed=3)).float()
     same(deepgemm_linear.linear_fp8(x, scales, weight, given, 128), product_of(x, scales, weight, by_block, 128, 128))
+
+
+@pytest.mark.parametrize("left", ["rows", "mn_major", "uint8", "e8m0"])
+@pytest.mark.parametrize("right", ["blocks", "transposed", "uint8", "e8m0"])
+def test_what_is_prepared_takes_tensors_as_they_come_to_the_public_function(hopper, left, right):
+    """Twice, for other tensors of the kind; scales that lie right go to the library as they are."""
+    m, n, k = 5, 264, 400
+    run = None
+    for seed in range(3):
+        x, weight = codes_of(m, k, seed=seed), codes_of(n, k, seed=seed + 9)
+        byte, by_block = bytes_of(m, 4, seed=seed), bytes_of(3, 4, seed=seed + 9)
+        scales = power(byte).float() * (1.5 if left in ("rows", "mn_major") else 1.0)
+        of_weight = power(by_block).float() * (1.25 if right in ("blocks", "transposed") else 1.0)
+        of_x = {"rows": scales, "mn_major": mn_major(scales), "uint8": byte, "e8m0": byte.view(torch.float8_e8m0fnu)}[left]
+        e8m0 = by_block.view(torch.float8_e8m0fnu)
+        own = {"blocks": of_weight, "transposed": of_weight.T.contiguous().T, "uint8": by_block, "e8m0": e8m0}[right]
+        run = run or deepgemm_linear.prepare_gemm(x, linear_ops.as_bytes(of_x), weight, linear_ops.as_bytes(own))
+        e4m3_x, e4m3_weight = x.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn)
+        same(run(e4m3_x, e4m3_weight, own, of_x), product_of(x, scales, weight, of_weight, 128, 128))
+        recipe, of_left, of_right = hopper.calls[-1]
+        assert recipe is None
+        assert (of_left.data_ptr() == of_x.data_ptr()) == (left == "mn_major")
+        assert (of_right.data_ptr() == own.data_ptr()) == (right == "blocks")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_is_prepared_for_groups(hopper, bf16):
+    o, weight = codes_of(5, 3, 320), codes_of(3, 264, 320, seed=2)
+    byte, by_block = bytes_of(5, 3, 3), bytes_of(3, 3, 3, seed=3)
+    if bf16:
+        given = e4m3(o).bfloat16(), e4m3(weight).bfloat16()
+        run = deepgemm_linear.prepare_einsum(given[0], None, given[1], None)
+        same(run(*given), deepgemm_linear.einsum_bf16(*given))
+        return
+    run = deepgemm_linear.prepare_einsum(o, byte, weight, by_block)
+    e8m0 = (scales.view(torch.float8_e8m0fnu) for scales in (by_block, byte))
+    result = run(o.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn), *e8m0)
+    same(result, deepgemm_linear.einsum_fp8(o, byte, weight, by_block))
 
 
 def test_x_may_be_rows_of_a_wider_matrix(hopper):

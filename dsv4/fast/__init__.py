@@ -20,7 +20,8 @@ from dsv4.fast import (
     routing,
     scales,
 )
-from dsv4.fast.dispatch import BackendStatus, backends, explain, use
+from dsv4.fast.dispatch import use
+from dsv4.fast.status import BackendStatus, backends, explain
 from dsv4.fast.warmup import WarmupReport, warmup
 
 __all__ = [

@@ -21,6 +21,7 @@ from dsv4.fast import attention_ops, dispatch
 from dsv4.fast.adapters import flashinfer_mla, flashmla
 from dsv4.fast.attention_engines import Engine, Sizes, held
 from dsv4.fast.dispatch import Implementation, describe
+from dsv4.fast.status import backends
 from dsv4.formats import KV_LAYOUTS, fp32
 from dsv4.types import ArgumentError, AttentionPlan, AttentionResult, PagedRows, Unsupported
 
@@ -202,7 +203,7 @@ def attention_support(device: torch.device | str | None = None) -> tuple[Attenti
     """
     where = dispatch.default_device(device)
     capability = describe(where).capability
-    found = {(status.function, status.backend): status for status in dispatch.backends(where)}
+    found = {(status.function, status.backend): status for status in backends(where)}
     support = []
     for mode in attention_checks.MODES:
         for row in dispatch.TABLES[f"attention.{mode}_attention"]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,9 +52,23 @@ def _card(ask: Callable[[torch.device], tuple[int, int]], device: torch.device) 
     return Device("cuda", ask(device))
 
 
+def default_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant; without a word, the current CUDA device if there is one, else the CPU."""
+    if device is not None:
+        try:
+            found = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError("device", repr(device), "must name a device of torch, such as cpu or cuda:0") from error
+        if isinstance(device, str) and found.type == "cuda" and not torch.cuda.is_available():
+            raise ArgumentError("device", repr(device), "there is no CUDA device here")
+        return found
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 Reason = str | None
 DeviceRule = Callable[[Device], Reason]
 ArgumentRule = Callable[[Mapping[str, Any]], Reason]
+Prepare = Callable[..., Callable[..., Any] | None]
 
 
 def any_device(_: Device) -> Reason:
@@ -113,6 +127,8 @@ class Implementation:
     deterministic: bool = True
     batch_invariant: bool = True
     graph_safe: bool = True
+    preferred: ArgumentRule | None = None  # no reason: among those that can run, it goes before the rows above it
+    prepare: Prepare | None = None  # what `fast.recall` runs for arguments of a kind that is known
     library: Library | None = None  # the third-party library behind it
     symbol: str = ""  # the function of that library that must have proved itself
     verified: tuple[str, ...] = ("cpu", "SM90")  # devices on which the parity suite has passed
@@ -127,11 +143,17 @@ class Demands:
     batch_invariant: bool = False
     deterministic: bool = False
 
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for equal demands, and nothing for none."""
+        return (tuple(sorted(self.impl.items())), self.batch_invariant, self.deterministic) if self != NO_DEMANDS else ()
+
 
 NO_DEMANDS = Demands()
 _demands: ContextVar[Demands] = ContextVar("dsv4_demands", default=NO_DEMANDS)
 TABLES: dict[str, tuple[Implementation, ...]] = {}
 _said: set[tuple[str, str]] = set()
+VARIABLE = os.environ.encodekey("DSV4_IMPL")
 
 
 @contextmanager
@@ -165,6 +187,11 @@ def use(
         yield
     finally:
         _demands.reset(token)
+
+
+def demanded() -> Hashable:
+    """Equal where `use()` and DSV4_IMPL demand the same; quick, for every call that is known asks."""
+    return _demands.get().key, os.environ._data.get(VARIABLE)  # type: ignore[attr-defined]
 
 
 def batch_invariant() -> bool:
@@ -217,7 +244,7 @@ def resolve(function: str, device: torch.device, arguments: Mapping[str, Any], i
         Unsupported: the backend asked for does not take these arguments.
     """
     rows = TABLES[function]
-    wanted = _wanted(function) if impl is None else impl
+    wanted = wanted_backend(function) if impl is None else impl
     if wanted is None:
         return _default(function, rows, device, arguments)
     row = next((row for row in rows if row.backend == wanted), None)
@@ -230,6 +257,23 @@ def resolve(function: str, device: torch.device, arguments: Mapping[str, Any], i
     if (reason := row.arguments(arguments)) is not None:
         raise Unsupported("impl", repr(wanted), f"{function}: {reason}", "Leave impl out to let dsv4 choose")
     return row
+
+
+def prepare(function: str, device: torch.device, arguments: Sequence[Any], impl: str | None) -> Callable[..., Any] | None:
+    """What the implementation that a call gets has prepared for calls like it, on the card of their tensors; None if it has nothing."""
+    names = ops.argument_names(function.partition(".")[2])
+    row = resolve(function, device, dict(zip(names, arguments, strict=False)), impl)
+    call = row.prepare(*arguments) if row.prepare else None
+    if call is None or device.type != "cuda" or torch.cuda.device_count() == 1:
+        return call
+
+    def on_card(*tensors: Any) -> Any:
+        if torch.cuda.current_device() == device.index:
+            return call(*tensors)
+        with torch.cuda.device(device):
+            return call(*tensors)
+
+    return on_card
 
 
 def unusable(row: Implementation, device: torch.device, *, prove: bool = True) -> Reason:
@@ -272,9 +316,9 @@ def _answer(rule: DeviceRule, device: Device) -> Reason:
 
 def _default(function: str, rows: tuple[Implementation, ...], device: torch.device, arguments: Mapping[str, Any]) -> Implementation:
     described = describe(device)
-    for row in rows:
-        if _answer(row.device, described) is not None:
-            continue
+    here = [row for row in rows if _answer(row.device, described) is None]
+    first = [row for row in here if row.preferred is not None and row.preferred(arguments) is None]
+    for row in (*first, *here):
         reason = row.arguments(arguments) or _lacking(row) or _unready(row, device, described, True)
         if reason is None:
             return row
@@ -285,7 +329,7 @@ def _default(function: str, rows: tuple[Implementation, ...], device: torch.devi
     raise BackendUnavailable("default", f"nothing can run {function} on {describe(device)} ({reasons})")
 
 
-def _wanted(function: str) -> str | None:
+def wanted_backend(function: str) -> str | None:
     demanded, environment = _demands.get().impl, os.environ.get("DSV4_IMPL", "")
     if not demanded and not environment:
         return None
@@ -338,92 +382,3 @@ def _toolchain(backend: str, kind: str) -> Reason:
     except ImportError:
         return "triton is not installed"
     return None
-
-
-class BackendStatus(NamedTuple):
-    """One row of `backends()`."""
-
-    function: str
-    backend: str
-    version: str
-    device: str
-    usable: bool
-    reason: str
-    deterministic: bool
-    batch_invariant: bool
-    graph_safe: bool
-    verified: bool
-    tried: bool = True  # False: a library's function that has proved nothing here yet, and counts as usable until it has
-    unclaimed: tuple[tuple[str, str], ...] = ()  # domains of its contract that it is not held to, and why
-
-
-def backends(device: torch.device | str | None = None, *, prove: bool = False) -> list[BackendStatus]:
-    """Every implementation of every function, and whether it can run on a device.
-
-    The device defaults to the current CUDA device if there is one, else the CPU.
-
-    `prove` tries third-party functions on their small known case, which may compile for minutes; otherwise answers of earlier proofs count,
-    and an untried function counts as usable.
-    """
-    where = default_device(device)
-    return [_status(function, row, where, prove) for function, rows in sorted(TABLES.items()) for row in rows]
-
-
-def default_device(device: torch.device | str | None) -> torch.device:
-    """The device that is meant; without a word, the current CUDA device if there is one, else the CPU."""
-    if device is not None:
-        try:
-            found = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ArgumentError("device", repr(device), "must name a device of torch, such as cpu or cuda:0") from error
-        if isinstance(device, str) and found.type == "cuda" and not torch.cuda.is_available():
-            raise ArgumentError("device", repr(device), "there is no CUDA device here")
-        return found
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _status(function: str, row: Implementation, device: torch.device, prove: bool) -> BackendStatus:
-    reason = unusable(row, device, prove=prove)
-    version = row.library.version() if row.library else _own_version(row.backend)
-    where = str(describe(device))
-    verified = where in row.verified
-    tried = reason is not None or row.library is None or row.library.recalled(row.symbol, device) is not None
-    words = [reason] if reason else []
-    if not tried:
-        words.append(f"not tried yet: {row.symbol} proves itself in `dsv4 doctor`, in warmup, or at its first call")
-    if reason is None and not verified:
-        words.append(f"not verified on {where}: the parity suite has not passed there")
-    words += [f"not held to {domain}: {why}" for domain, why in row.unclaimed]
-    flags = row.deterministic, row.batch_invariant, row.graph_safe
-    return BackendStatus(function, row.backend, version, where, reason is None, "; ".join(words), *flags, verified, tried, row.unclaimed)
-
-
-@cache
-def _own_version(backend: str) -> str:
-    if backend == "triton":
-        try:
-            import triton
-        except ImportError:
-            return ""
-        return f"triton {triton.__version__}"
-    return f"torch {torch.__version__}"
-
-
-def explain(function: str, device: torch.device | str | None = None) -> str:
-    """In words: what a function ("quantization.quantize_fp8") would run on a device, and why not the other implementations.
-
-    Nothing is tried or compiled: a third-party function that has not proved itself yet is said to be untried.
-    """
-    if function not in TABLES:
-        raise ArgumentError("function", repr(function), f"must be one of {', '.join(sorted(TABLES))}")
-    where = default_device(device)
-    wanted = _wanted(function)
-    lines = [f"{function} on {describe(where)}" + (f", {wanted} demanded" if wanted else "")]
-    chosen = False
-    for row in TABLES[function]:
-        status = _status(function, row, where, False)
-        first = status.usable and status.tried and not chosen and wanted in (None, row.backend)
-        chosen = chosen or first
-        answer = "chosen" if first else "no" if not status.usable else "usable" if status.tried else "untried"
-        lines.append(f"  {row.backend:<10} {answer}{': ' + status.reason if status.reason else ''}")
-    return "\n".join(lines)

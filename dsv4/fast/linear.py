@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from dsv4 import checks
 from dsv4 import linear_checks as check
-from dsv4.fast import linear_ops, scales  # noqa: F401
+from dsv4.fast import scales
+from dsv4.fast.linear_ops import operands
+from dsv4.fast.recall import Memory
 from dsv4.host import choose_mxfp8_route
 from dsv4.types import Mxfp8Pair, Quantized, ScaleLayout
 
 __all__ = ["Mxfp8Pair", "choose_mxfp8_route", "linear_fp8", "linear_mxfp8", "mxfp8_weight", "norm_quantize", "swiglu_quantize"]
-
-PLAIN = (Tensor, torch.nn.Parameter)
-MOST_KINDS = 4096
-# Kinds of arguments that a product's checks have passed. They pass again: on a GPU's host checks take as long as a launch.
-_passed: set[tuple[object, ...] | None] = set()
 
 
 def linear_fp8(x: Tensor | Quantized, weight: Tensor, weight_scales: Tensor, *, block: int = 128, impl: str | None = None) -> Tensor:
@@ -42,16 +38,15 @@ def linear_fp8(x: Tensor | Quantized, weight: Tensor, weight_scales: Tensor, *, 
     Raises:
         ArgumentError: codes without scales, wrong dtypes, shapes, strides or block, tensors that require grad.
     """
-    numbers, of_numbers = (x.codes, x.scales) if isinstance(x, Quantized) else (x, None)
-    kind = _kind(("linear_fp8", type(x), block), numbers, of_numbers, weight, weight_scales) if type(block) is int else None
-    if kind not in _passed:
-        numbers, of_numbers = check.linear_fp8(x, weight, weight_scales, block)
-        checks.no_grad(**{"x": numbers, "x.scales": of_numbers}, weight=weight, weight_scales=weight_scales)
-        _pass(kind)
-    if of_numbers is not None:
-        numbers, of_numbers = numbers.view(torch.uint8), as_bytes(of_numbers)
-    given = numbers, of_numbers, weight.view(torch.uint8), as_bytes(weight_scales)
-    result: Tensor = torch.ops.dsv4.linear_fp8.default(*given, block, impl)
+    tensors = (x.codes, weight, weight_scales, x.scales) if isinstance(x, Quantized) else (x, weight, weight_scales)
+    options = block, type(block), impl  # the type: 32.0 is no block
+    result: Tensor | None = _fp8.recall(options, tensors)
+    if result is not None:
+        return result
+    numbers, of_numbers = check.linear_fp8(x, weight, weight_scales, block)
+    checks.no_grad(**{"x": numbers, "x.scales": of_numbers}, weight=weight, weight_scales=weight_scales)
+    result = _operator_fp8(*options, *tensors)
+    _fp8.keep(options, tensors, (*operands(*tensors), block), impl)
     return result
 
 
@@ -69,13 +64,16 @@ def linear_mxfp8(x: Mxfp8Pair, weight: Mxfp8Pair, *, impl: str | None = None) ->
     Raises:
         ArgumentError: no pairs, wrong dtypes, shapes or strides, codes that require grad.
     """
-    kind = _kind(("linear_mxfp8",), *x, *weight) if type(x) is type(weight) is Mxfp8Pair else None
-    if kind not in _passed:
-        check.linear_mxfp8(x, weight)
-        checks.no_grad(x=x.codes, weight=weight.codes)
-        _pass(kind)
-    given = x.codes.view(torch.uint8), x.scales, weight.codes.view(torch.uint8), weight.scales
-    result: Tensor = torch.ops.dsv4.linear_mxfp8.default(*given, impl)
+    options = (impl,)
+    if type(x) is type(weight) is Mxfp8Pair:
+        result: Tensor | None = _mxfp8.recall(options, (x.codes, weight.codes, weight.scales, x.scales))
+        if result is not None:
+            return result
+    check.linear_mxfp8(x, weight)
+    checks.no_grad(x=x.codes, weight=weight.codes)
+    tensors = x.codes, weight.codes, weight.scales, x.scales
+    result = _operator_mxfp8(*options, *tensors)
+    _mxfp8.keep(options, tensors, operands(*tensors), impl)
     return result
 
 
@@ -162,31 +160,19 @@ def swiglu_quantize(
     return as_quantized(*torch.ops.dsv4.swiglu_quantize.default(gate, up, limit, group, str(layout), amax_floor, impl))
 
 
-def _kind(call: tuple[object, ...], *tensors: Tensor | None) -> tuple[object, ...] | None:
-    """All that the checks of a product look at: of the call, and of its tensors; None where they must look themselves."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return None
-    kind: list[object] = [call]
-    for tensor in tensors:
-        if tensor is None:
-            kind.append(None)
-        elif type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.requires_grad:
-            return None
-        else:
-            kind += (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-    return tuple(kind)
+def _operator_fp8(block: int, _: type, impl: str | None, *tensors: Tensor) -> Tensor:
+    """The operator for x, weight, weight_scales and, where x is codes, their scales."""
+    result: Tensor = torch.ops.dsv4.linear_fp8.default(*operands(*tensors), block, impl)
+    return result
 
 
-def _pass(kind: tuple[object, ...] | None) -> None:
-    if kind is not None:
-        if len(_passed) >= MOST_KINDS:
-            _passed.clear()
-        _passed.add(kind)
+def _operator_mxfp8(impl: str | None, *tensors: Tensor) -> Tensor:
+    result: Tensor = torch.ops.dsv4.linear_mxfp8.default(*operands(*tensors), impl)
+    return result
 
 
-def as_bytes(scales: Tensor) -> Tensor:
-    """Scales as operators take them: bytes, or fp32 numbers."""
-    return scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+_fp8 = Memory("linear.linear_fp8", _operator_fp8)
+_mxfp8 = Memory("linear.linear_mxfp8", _operator_mxfp8)
 
 
 def as_quantized(codes: Tensor, scales: Tensor) -> Quantized:

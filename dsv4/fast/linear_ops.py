@@ -23,6 +23,7 @@ from dsv4.fast.scales_ops import empty_packed
 from dsv4.formats import TILE_ROWS, WORD_GROUPS, fp32
 
 Run = Callable[..., Any]
+Prepared = Callable[..., Tensor] | None
 Codes = tuple[Tensor, Tensor]
 
 MOST_NORMED = 32768  # numbers of a row, which a program holds
@@ -47,6 +48,28 @@ def empty_codes(x: Tensor, group: int, scale_layout: str) -> Codes:
         case "128x4":
             return codes, x.new_empty((-(-tokens // TILE_ROWS), -(-count // WORD_GROUPS), 32, 4), dtype=torch.int32)
     return codes, x.new_empty((tokens, count), dtype=torch.uint8)
+
+
+def as_bytes(scales: Tensor) -> Tensor:
+    """Scales as operators take them: bytes, words, or fp32 numbers."""
+    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
+
+
+def operands(x: Tensor, weight: Tensor, weight_scales: Tensor | None = None, x_scales: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Of a product, as operators take them: numbers, or bytes with their scales."""
+    if weight_scales is None:
+        return x, None, weight, None
+    left = (x, None) if x_scales is None else (x.view(torch.uint8), as_bytes(x_scales))
+    return *left, weight.view(torch.uint8), as_bytes(weight_scales)
+
+
+def straight(call: Callable[..., Tensor], *options: Any) -> Prepared:
+    """A row's call, for tensors as they come to a product's public function: x, weight, scales of the weight, scales of x."""
+
+    def run(x: Tensor, weight: Tensor, weight_scales: Tensor | None = None, x_scales: Tensor | None = None) -> Tensor:
+        return call(*operands(x, weight, weight_scales, x_scales), *options)
+
+    return run
 
 
 def _fake_product(x: Tensor, _: Tensor | None, weight: Tensor, *__: Any, **___: Any) -> Tensor:
@@ -83,6 +106,27 @@ def _triton_fp8(x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scale
         x, x_scales = _quantized(x, block, "rows")
     result: Tensor = kernel("linear_choice", "run_fp8")(x, x_scales, weight, weight_scales, block, invariant=dispatch.batch_invariant())
     return result
+
+
+def _prepare_deepgemm(x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scales: Tensor, block: int) -> Prepared:
+    if x_scales is None or not x.shape[0] or not weight.shape[0] or deepgemm_linear.packs(x.device):
+        return straight(_deepgemm_fp8, block)
+    return deepgemm_linear.prepare_gemm(x, x_scales, weight, weight_scales)
+
+
+def _prepare_triton(x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scales: Tensor, block: int) -> Prepared:
+    if x_scales is None or block != 32 or not x.shape[0] or not weight.shape[0]:
+        return straight(_triton_fp8, block)
+    return _prepare_chosen(x, x_scales, weight, weight_scales)
+
+
+def _prepare_triton_pairs(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Prepared:
+    given = codes, scales, weight, weight_scales
+    return _prepare_chosen(*given) if codes.shape[0] and weight.shape[0] else straight(_triton_mxfp8)
+
+
+def _prepare_chosen(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Prepared:
+    return straight(kernel("linear_choice", "prepare")(x, x_scales, weight, weight_scales, invariant=dispatch.batch_invariant()))
 
 
 def _triton_mxfp8(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
@@ -127,15 +171,15 @@ def of_cuda(call: Callable[..., Any], arguments: dispatch.ArgumentRule = any_arg
     return Implementation("triton", cuda_from(8, 0), arguments, call, verified=())
 
 
-def of_any(call: Callable[..., Any], *, batch_invariant: bool = True) -> tuple[Implementation, ...]:
+def of_any(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> tuple[Implementation, ...]:
     """A body, compiled and not."""
-    row = partial(Implementation, device=any_device, arguments=any_arguments, batch_invariant=batch_invariant, verified=("cpu",))
+    row = partial(kind, device=any_device, arguments=any_arguments, verified=("cpu",))
     return row("inductor", call=partial(call, run_compiled)), row("eager", call=partial(call, run_eagerly))
 
 
 def of_blas(call: Callable[..., Any]) -> tuple[Implementation, ...]:
-    """The same of a product: BLAS adds in an order that depends on the number of tokens, which shows where fp64 sums nearly cancel."""
-    return of_any(call, batch_invariant=False)
+    """The same of a product: BLAS adds in an order that depends on its shape, which is one where batch invariance is demanded."""
+    return of_any(call, Adaptive)
 
 
 ops.define("linear_fp8", "(Tensor x, Tensor? x_scales, Tensor weight, Tensor weight_scales, int block) -> Tensor", _fake_product)
@@ -156,11 +200,12 @@ dispatch.register(
         deepgemm_linear.DEVICES,
         deepgemm_linear.takes_linear,
         _deepgemm_fp8,
+        prepare=_prepare_deepgemm,
         library=deepgemm_linear.LIBRARY,
         symbol=deepgemm_linear.GEMM,
         verified=(),
     ),
-    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_fp8, verified=()),
+    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_fp8, prepare=_prepare_triton, verified=()),
     *of_blas(bodies.linear_fp8),
 )
 dispatch.register(
@@ -172,6 +217,7 @@ dispatch.register(
         flashinfer_linear.mm_mxfp8,
         deterministic=False,
         batch_invariant=False,
+        prepare=lambda *_: straight(flashinfer_linear.mm_mxfp8),
         library=flashinfer_linear.LIBRARY,
         symbol=flashinfer_linear.MM_MXFP8,
         verified=(),
@@ -181,11 +227,12 @@ dispatch.register(
         deepgemm_linear.MXFP8_DEVICES,
         deepgemm_linear.takes_pairs,
         deepgemm_linear.mxfp8,
+        prepare=lambda *_: straight(deepgemm_linear.mxfp8),
         library=deepgemm_linear.LIBRARY,
         symbol=deepgemm_linear.MXFP8,
         verified=(),
     ),
-    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_mxfp8, verified=()),
+    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_mxfp8, prepare=_prepare_triton_pairs, verified=()),
     *of_blas(bodies.linear_mxfp8),
 )
 dispatch.register("linear.norm_quantize", of_cuda(_triton_norm, _norm_fits), *of_any(_norm))

@@ -13,7 +13,9 @@ from torch import Tensor
 from dsv4 import checks
 from dsv4 import linear_checks as check
 from dsv4.fast import output_projection_ops  # noqa: F401
-from dsv4.fast.linear import as_bytes, as_quantized, linear_fp8, linear_mxfp8
+from dsv4.fast.linear import as_quantized, linear_fp8, linear_mxfp8
+from dsv4.fast.linear_ops import operands
+from dsv4.fast.recall import Memory
 from dsv4.types import Mxfp8Pair, Quantized, ScaleFormat, ScaleLayout
 
 __all__ = ["project_groups", "project_groups_pair", "project_out", "rotate_quantize"]
@@ -46,9 +48,16 @@ def project_groups(
         ArgumentError: codes without scales, a quantised o beside a bf16 weight, wrong dtypes, shapes, strides or options, tensors that
             require grad.
     """
+    tensors: tuple[Tensor, ...] = (weight,) if weight_scales is None else (weight, weight_scales)
+    tensors = (o.codes, *tensors, o.scales) if isinstance(o, Quantized) else (o, *tensors)
+    options = scale, amax_floor, impl
+    result: Tensor | None = _groups.recall(options, tensors)
+    if result is not None:
+        return result
     numbers, of_numbers, chosen = check.project_groups(o, weight, weight_scales, scale, amax_floor)
-    given = _operands(numbers, of_numbers, weight, weight_scales)
-    result: Tensor = torch.ops.dsv4.project_groups.default(*given, str(chosen), amax_floor, impl)
+    checks.no_grad(o=numbers, o_scales=of_numbers, weight=weight, weight_scales=weight_scales)
+    result = _operator(chosen, amax_floor, impl, *tensors)
+    _groups.keep(options, tensors, (*operands(*tensors), str(chosen), amax_floor), impl)
     return result
 
 
@@ -116,7 +125,8 @@ def project_groups_pair(
     numbers, of_numbers, chosen, layout, tall = check.project_groups_pair(
         o, weight, weight_scales, scale_layout, rows, scale, amax_floor, pair_floor
     )
-    given = _operands(numbers, of_numbers, weight, weight_scales)
+    checks.no_grad(o=numbers, o_scales=of_numbers, weight=weight, weight_scales=weight_scales)
+    given = operands(numbers, weight, weight_scales, of_numbers)
     codes, scales = torch.ops.dsv4.project_groups_pair.default(*given, str(layout), tall, str(chosen), amax_floor, pair_floor, impl)
     return Mxfp8Pair(codes.view(torch.float8_e4m3fn), scales)
 
@@ -153,10 +163,10 @@ def project_out(
     return linear_fp8(numbers if scales is None else Quantized(numbers, scales), weight, of_weight, block=block, impl=impl)
 
 
-def _operands(o: Tensor, o_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What the operators take: bf16, or bytes and their scales."""
-    checks.no_grad(o=o, o_scales=o_scales, weight=weight, weight_scales=weight_scales)
-    if weight_scales is None:
-        return o, None, weight, None
-    left = (o, None) if o_scales is None else (o.view(torch.uint8), as_bytes(o_scales))
-    return *left, weight.view(torch.uint8), as_bytes(weight_scales)
+def _operator(scale: str, amax_floor: str, impl: str | None, *tensors: Tensor) -> Tensor:
+    """The operator for o, weight and, where they are codes, scales of the weight and of o."""
+    result: Tensor = torch.ops.dsv4.project_groups.default(*operands(*tensors), str(scale), amax_floor, impl)
+    return result
+
+
+_groups = Memory("output_projection.project_groups", _operator)

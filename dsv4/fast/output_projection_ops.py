@@ -7,6 +7,7 @@ is asked for. The second product, wo_b, is `linear_fp8` or `linear_mxfp8`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from dsv4.fast import linear_bodies as bodies
 from dsv4.fast.adapters import deepgemm_linear
 from dsv4.fast.compiled import run_eagerly
 from dsv4.fast.dispatch import Implementation
-from dsv4.fast.linear_ops import empty_codes, kernel, of_any, of_blas, of_cuda
+from dsv4.fast.linear_ops import Prepared, empty_codes, kernel, of_any, of_blas, of_cuda, straight
 from dsv4.fast.scales_ops import empty_packed
 from dsv4.formats import WORD_GROUPS
 
@@ -83,6 +84,15 @@ def _deepgemm_groups(
         return deepgemm_linear.einsum_bf16(o, weight)
     codes, scales = (o, o_scales) if o_scales is not None else _quantized(o, scale, amax_floor)
     return deepgemm_linear.einsum_fp8(codes, scales, weight, weight_scales)
+
+
+def _prepare_deepgemm(
+    o: Tensor, o_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None, scale: str, amax_floor: str
+) -> Prepared:  # fmt: skip
+    quantises = weight_scales is not None and (o_scales is None or deepgemm_linear.packs(o.device))
+    if quantises or not o.shape[0]:
+        return straight(_deepgemm_groups, scale, amax_floor)
+    return deepgemm_linear.prepare_einsum(o, o_scales, weight, weight_scales)
 
 
 def _triton_groups(
@@ -177,11 +187,12 @@ dispatch.register(
         deepgemm_linear.DEVICES,
         deepgemm_linear.takes_groups,
         _deepgemm_groups,
+        prepare=_prepare_deepgemm,
         library=deepgemm_linear.LIBRARY,
         symbol=deepgemm_linear.EINSUM_FP8,
         verified=(),
     ),
-    of_cuda(_triton_groups),
+    replace(of_cuda(_triton_groups), prepare=lambda *given: straight(_triton_groups, *given[4:])),
     *of_blas(bodies.project_groups),
 )
 dispatch.register("output_projection.rotate_quantize", of_cuda(_triton_rotate), *of_any(_rotate))

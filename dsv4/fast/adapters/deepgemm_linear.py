@@ -25,7 +25,7 @@ from dsv4.types import Unsupported
 
 __all__ = [
     "DEVICES", "EINSUM", "EINSUM_FP8", "GEMM", "LIBRARY", "MXFP8", "MXFP8_DEVICES", "einsum_bf16", "einsum_fp8", "gemm", "linear_fp8",
-    "mxfp8", "scale_layout", "takes_groups", "takes_linear", "takes_pairs",
+    "mxfp8", "prepare_einsum", "prepare_gemm", "scale_layout", "takes_groups", "takes_linear", "takes_pairs",
 ]  # fmt: skip
 
 GEMM_BLOCK32 = "fp8_gemm_nt block32"
@@ -73,6 +73,38 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, out
     """The form of SM90, blocks of 128. MN-major x_scales and contiguous weight_scales in fp32 go as they are, others through one launch."""
     given = (_e4m3(x), _mn_major(x_scales)), (_e4m3(weight), _blocks(weight_scales))
     LIBRARY.function(GEMM)(*given, out, None, None)
+
+
+def prepare_gemm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Callable[..., Tensor]:
+    """`linear_fp8` on SM90 for operands of this kind: it takes x, weight, weight_scales and x_scales of their own dtypes."""
+    function, sizes, device = LIBRARY.function(GEMM), (x.shape[0], weight.shape[0]), x.device
+    ready = _lies_mn_major(x_scales) and _lies_in_blocks(weight_scales)
+
+    def run(x: Tensor, weight: Tensor, weight_scales: Tensor, x_scales: Tensor) -> Tensor:
+        out = torch.empty(sizes, dtype=torch.bfloat16, device=device)
+        if ready:
+            function((x, x_scales), (weight, weight_scales), out, None, None)
+        else:
+            function((x, _mn_major(x_scales)), (weight, _blocks(weight_scales)), out, None, None)
+        return out
+
+    return run
+
+
+def prepare_einsum(o: Tensor, o_scales: Tensor | None, weight: Tensor, weight_scales: Tensor | None) -> Callable[..., Tensor]:
+    """`einsum_fp8` on SM90, or `einsum_bf16`, likewise."""
+    fp8, sizes, device = weight_scales is not None, (*o.shape[:2], weight.shape[1]), o.device
+    function, recipe = LIBRARY.function(EINSUM_FP8 if fp8 else EINSUM), (1, BLOCK, BLOCK)
+
+    def run(o: Tensor, weight: Tensor, weight_scales: Tensor | None = None, o_scales: Tensor | None = None) -> Tensor:
+        out = torch.empty(sizes, dtype=torch.bfloat16, device=device)
+        if weight_scales is None or o_scales is None:
+            function(EQUATION, o, weight, out, None, False)
+        else:
+            function(EQUATION, (o, _mn_major(o_scales)), (weight, _blocks(weight_scales)), out, None, recipe)
+        return out
+
+    return run
 
 
 def gemm_packed(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, block: int, out: Tensor) -> None:
@@ -216,23 +248,35 @@ def _e4m3(codes: Tensor) -> Tensor:
 
 def _mn_major(scales: Tensor) -> Tensor:
     """fp32 [rows, groups] or [rows, batch, groups], columns of rows that begin at multiples of 16 bytes: as it is, or by one launch."""
-    pitch = align(scales.shape[0], 4)
-    strides = (1, pitch) if scales.dim() == 2 else (1, pitch * scales.shape[2], pitch)
-    if scales.dtype == torch.uint8:
-        scales = scales.view(torch.float8_e8m0fnu)
-    elif scales.stride() == strides and not scales.data_ptr() % TMA_BYTES:
+    if _lies_mn_major(scales):
         return scales
-    return torch.empty_strided(scales.shape, strides, dtype=torch.float32, device=scales.device).copy_(scales)
+    return torch.empty_strided(scales.shape, _columns(scales), dtype=torch.float32, device=scales.device).copy_(_powers(scales))
+
+
+def _lies_mn_major(scales: Tensor) -> bool:
+    return scales.dtype == torch.float32 and scales.stride() == _columns(scales) and not scales.data_ptr() % TMA_BYTES
+
+
+def _columns(scales: Tensor) -> tuple[int, ...]:
+    """Strides of MN-major scales."""
+    pitch = align(scales.shape[0], 4)
+    return (1, pitch) if scales.dim() == 2 else (1, pitch * scales.shape[2], pitch)
+
+
+def _powers(scales: Tensor) -> Tensor:
+    return scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
 
 
 def _blocks(scales: Tensor) -> Tensor:
     """fp32, contiguous down to the strides of sizes of 1: as it is, or by one launch."""
+    return (
+        scales if _lies_in_blocks(scales) else torch.empty(scales.shape, dtype=torch.float32, device=scales.device).copy_(_powers(scales))
+    )
+
+
+def _lies_in_blocks(scales: Tensor) -> bool:
     *_, rows, columns = scales.shape
-    if scales.dtype == torch.uint8:
-        scales = scales.view(torch.float8_e8m0fnu)
-    elif scales.stride() == ((columns, 1) if scales.dim() == 2 else (rows * columns, columns, 1)):
-        return scales
-    return torch.empty(scales.shape, dtype=torch.float32, device=scales.device).copy_(scales)
+    return scales.dtype == torch.float32 and scales.stride() == ((columns, 1) if scales.dim() == 2 else (rows * columns, columns, 1))
 
 
 def _words(scales: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class Library:
     devices: Callable[[Any], str | None] = any_device  # what keeps it from a `dispatch.Device`
     _found: str | bool | None = field(default=False, repr=False)  # False: not looked for yet
     _proofs: dict[tuple[str, str], str | None] = field(default_factory=dict, repr=False)
+    changes: ClassVar[int] = 0  # of what is known of any function of any library: what rests on an answer looks whether it still stands
 
     def version(self) -> str:
         """The installed version, "" if there is none."""
@@ -131,7 +132,7 @@ class Library:
                 return f"{function} has not proved itself yet and cannot during CUDA graph capture: call it, or warm up, before capturing"
             known = Answer(self._try(function, device))
             key = self._key(function, device)
-            self._proofs[key.function, key.device] = known.wrong
+            self._note(key, known)
             if device.type == "cuda" and function in self.probes:
                 proofs.keep(key, known)
         return known.wrong
@@ -147,8 +148,12 @@ class Library:
             kept = proofs.recall(key) if device.type == "cuda" else None
             if kept is None:
                 return None
-            self._proofs[key.function, key.device] = kept.wrong
+            self._note(key, kept)
         return Answer(self._proofs[key.function, key.device])
+
+    def _note(self, key: Key, answer: Answer) -> None:
+        self._proofs[key.function, key.device] = answer.wrong
+        Library.changes += 1
 
     def _key(self, function: str, device: torch.device) -> Key:
         where = "SM{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else device.type

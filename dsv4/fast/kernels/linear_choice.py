@@ -7,6 +7,8 @@ where its scales may have one, `linear` makes every tile anew, by programs that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -40,12 +42,30 @@ def choose(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, *
     return "many" if many else "portable"
 
 
+def prepare(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, *, invariant: bool) -> Callable[..., Tensor]:
+    """What to run for operands of this kind, groups of 32: chosen once, where bytes of scales lie as these do."""
+    chosen = RUNS[choose(x, x_scales, weight, weight_scales, invariant=invariant)]
+
+    def run(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+        if int(x_scales.storage_offset()) % 4 or int(weight_scales.storage_offset()) % 4:
+            return _run(x, x_scales, weight, weight_scales, invariant)
+        return chosen(x, x_scales, weight, weight_scales)
+
+    return run
+
+
 def _run(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, invariant: bool) -> Tensor:
-    match choose(x, x_scales, weight, weight_scales, invariant=invariant):
-        case "few":
-            return linear_hopper_few.run(x, x_scales, weight, weight_scales)
-        case "many":
-            odd = torch.zeros(1, dtype=torch.int32, device=x.device)
-            y = linear_hopper.run(x, x_scales, weight, weight_scales, odd=odd)
-            return linear.run(linear.operands(x, x_scales, weight, weight_scales, 32), made=y[:, None], odd=odd)[:, 0].contiguous()
+    return RUNS[choose(x, x_scales, weight, weight_scales, invariant=invariant)](x, x_scales, weight, weight_scales)
+
+
+def _many(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    odd = torch.zeros(1, dtype=torch.int32, device=x.device)
+    y = linear_hopper.run(x, x_scales, weight, weight_scales, odd=odd)
+    return linear.run(linear.operands(x, x_scales, weight, weight_scales, 32), made=y[:, None], odd=odd)[:, 0].contiguous()
+
+
+def _portable(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
     return linear.run(linear.operands(x, x_scales, weight, weight_scales, 32))[:, 0]
+
+
+RUNS: dict[str, Callable[..., Tensor]] = {"few": linear_hopper_few.run, "many": _many, "portable": _portable}
