@@ -176,6 +176,44 @@ def test_flashmla_reads_rows_as_they_are_if_one_list_has_them(mla):
     assert mla.calls[-1][2] == (50, 1, 512)
 
 
+def test_flashmla_reads_a_list_as_it_is(mla, monkeypatch):
+    """Numbers of no row are passed over by the kernel, which its proof has seen; what it cannot read is put in its form before."""
+    q, kv, indices = queries(2, 64), normal(50, 512).bfloat16(), picks_of(50, 2, 128)
+    indices[0, 3:8] = torch.tensor([50, -7, 2**31 - 1, -(2**31), 1000])
+    expected = reference.sparse_attention(q, kv, indices)
+    put, seen = attention_libraries.put_picks, []
+    monkeypatch.setattr(attention_libraries, "put_picks", lambda *given: seen.append(given) or put(*given))
+    near(fast.sparse_attention(q, kv, indices, impl="flashmla"), expected)
+    assert not seen
+    wide = torch.full((2, 256), 7, dtype=torch.int32)
+    wide[:, :128] = indices
+    for other, options in (
+        (wide[:, :128], {}), (wide[:, :100], {}), (indices, {"lengths": torch.tensor([128, 5], dtype=torch.int32)}),
+    ):  # fmt: skip
+        want = reference.sparse_attention(q, kv, other, **options)
+        near(fast.sparse_attention(q, kv, other, impl="flashmla", **options), want)
+        assert len(seen) == 1
+        seen.clear()
+    monkeypatch.setattr(flashmla, "ANY_PICK", ())
+    near(fast.sparse_attention(q, kv, indices, impl="flashmla"), expected)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "lists", "chosen"), [(64, 1, "flashmla"), (128, 1, "flashmla"), (32, 1, "triton"), (64, 2, "triton"), (16, 2, "triton")]
+)
+def test_who_runs_over_rows(monkeypatch, heads, lists, chosen):
+    """FlashMLA where nothing has to be padded or decoded for it."""
+    pretend(monkeypatch, (9, 0))
+    kv, indices = normal(50, 512).bfloat16(), picks_of(50, 2, 128)
+    rows = tuple(replace(row, device=dispatch.any_device) for row in dispatch.TABLES["attention.sparse_attention"])
+    monkeypatch.setitem(dispatch.TABLES, "attention.sparse_attention", rows)
+    monkeypatch.setattr(dispatch, "_toolchain", lambda backend, kind: None)
+    given = {"q": queries(2, heads), "kv": kv, "indices": indices, "lengths": None, "extra_kv": None, "extra_indices": None}
+    given |= {"extra_kv": kv, "extra_indices": indices} if lists == 2 else {}
+    assert dispatch.resolve("attention.sparse_attention", CPU, given).backend == chosen
+
+
 @pytest.mark.parametrize("layout", ["v41", "v41_fp4", "uniform_fp8", "v41_inline"])
 def test_layouts_that_only_rows_have(mla, layout):
     """No kernel of SM90 reads V4.1's pages: rows are decoded before."""
@@ -341,7 +379,7 @@ def test_cd_01_every_function_on_every_capability(function, capability, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(dispatch, "_toolchain", lambda backend, kind: None)
     on_cuda, on_cpu, libraries = EXPECTED[function]
-    rows = tuple(replace(row, arguments=dispatch.any_arguments) for row in dispatch.TABLES[function])
+    rows = tuple(replace(row, arguments=dispatch.any_arguments, preferred=None) for row in dispatch.TABLES[function])
     monkeypatch.setitem(dispatch.TABLES, function, rows)
     assert dispatch.resolve(function, card, {}).backend == on_cuda
     assert dispatch.resolve(function, CPU, {}).backend == on_cpu

@@ -47,11 +47,11 @@ class Padded(Holder):
 def narrowed(output: Tensor, lse: Tensor, heads: int, out: Pair | None) -> Pair:
     """A library's results without the heads that were added, -inf for empty rows, in `out` if it is given."""
     output, lse = output[:, :heads], lse[:, :heads]
-    result = (output.contiguous(), torch.empty_like(lse, memory_format=torch.contiguous_format)) if out is None else out
-    if out is not None:
-        out[0].copy_(output)
-    result[1].copy_(lse).masked_fill_(lse == torch.inf, -torch.inf)
-    return result
+    if out is None:
+        return output.contiguous(), torch.nan_to_num(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf).contiguous()
+    out[0].copy_(output)
+    torch.nan_to_num(lse, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=out[1])
+    return out
 
 
 class PickBuffer(Holder):
@@ -190,8 +190,8 @@ class FlashMLARows:
         self._buffer = None if plain else RowBuffer(sizes, 1)
         self._step = sizes.tokens if self._buffer is None else self._buffer.step
         self._padded = Padded(sizes._replace(tokens=self._step), flashmla.HEADS)
-        width = align(max(sum(sizes.picks), 1), flashmla.ROW_PICKS)
-        self._picks = torch.full((self._step, width), -1, dtype=torch.int32, device=sizes.device)
+        self._width = align(max(sum(sizes.picks), 1), flashmla.ROW_PICKS)
+        self._picks = torch.full((0 if plain else self._step, self._width), -1, dtype=torch.int32, device=sizes.device)
 
     def run(self, call: Given, out: Pair | None) -> Pair:
         """Output and lse."""
@@ -207,13 +207,14 @@ class FlashMLARows:
     def _run(self, call: Given, out: Pair | None) -> Pair:
         q, sink = self._padded.fill(call.q, call.sink)
         one = call.lists[0]
-        picks = self._picks[: len(q)]
         if self._buffer is None and isinstance(one, Picks):
-            rows = aligned(one.rows)
-            put_picks(one, picks)
+            rows, picks = aligned(one.rows), one.indices
+            if not flashmla.reads_picks(picks, one.lengths):
+                picks = picks.new_empty((len(q), self._width), dtype=torch.int32)
+                put_picks(one, picks)
         else:
             assert self._buffer is not None
-            rows = self._buffer.rows
+            rows, picks = self._buffer.rows, self._picks[: len(q)]
             put_side_by_side(self._buffer.fill(call.lists), picks, -1)
         output, lse = flashmla.sparse_forward(q, rows[:, None], picks[:, None], call.scale, sink)
         return narrowed(output, lse, call.q.shape[1], out)

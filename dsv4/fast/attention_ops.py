@@ -215,6 +215,7 @@ def _flashmla(call: Callable[..., Pair], name: str) -> Implementation:
         flashmla.takes_heads if rows else flashmla.takes_pages,
         partial(call, ENGINES[name]["flashmla"]),
         batch_invariant=rows,
+        preferred=flashmla.takes_as_given if name == "sparse_attention" else None,
         library=flashmla.LIBRARY,
         symbol=symbol,
         verified=("SM90",),
