@@ -203,6 +203,20 @@ def results(out: AttentionResult, q: Tensor, floats: str = "bf16", lse_floats: s
             raise ArgumentError(name, f"strides {buffer.stride()}", "must be contiguous")
         if torch.is_grad_enabled() and buffer.requires_grad and buffer.is_leaf:
             raise ArgumentError(name, "a tensor that requires grad", "cannot be updated in place", "Use detach(), or torch.no_grad()")
+    if not torch.compiler.is_compiling():  # where no tensor has an address
+        for name, buffer, owner, other in (
+            ("lse", out.lse, "out.output", out.output),
+            ("output", out.output, "q", q),
+            ("lse", out.lse, "q", q),
+        ):
+            if other.is_contiguous() and _meet(buffer, other):
+                raise ArgumentError(f"out.{name}", f"memory of {owner}", "must have memory of its own")
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    start, begin = one.data_ptr(), other.data_ptr()
+    return start < begin + other.nbytes and begin < start + one.nbytes
 
 
 @dataclass(frozen=True)

@@ -461,6 +461,24 @@ def test_buffers_that_do_not_fit_are_left_as_they_were(argument, change):
     assert all((buffer == 7.0).all() for buffer in good)
 
 
+def test_buffers_have_memory_of_their_own():
+    rows, slots = paged(draw(6, 512), "v4")
+    plan = attention.plan_attention("decode", tokens=2, heads=4, picks=6, layout="v4", page_size=4)
+    memory = draw(3, 4, 512)
+    q, lse = memory[:2], torch.zeros(2, 4)
+    within = memory.view(torch.float32).view(-1)
+    for argument, out in {
+        "out.output: got memory of q": AttentionResult(memory[1:], lse),
+        "out.lse: got memory of q": AttentionResult(torch.zeros_like(q), within[:8].view(2, 4)),
+        "out.lse: got memory of out.output": AttentionResult(memory[1:], within[-8:].view(2, 4)),
+    }.items():
+        with pytest.raises(ArgumentError, match=f"^{argument}"):
+            plan.run(q.clone() if "output" in argument[-10:] else q, rows, slots[None].expand(2, 6), out=out)
+    beside = AttentionResult(memory[1:], within[:8].view(2, 4))  # of one storage, and apart
+    expected = plan.run(q, rows, slots[None].expand(2, 6))
+    same(plan.run(q.clone(), rows, slots[None].expand(2, 6), out=beside), expected)
+
+
 def test_gradients():
     q, kv = (part.double().requires_grad_() for part in (draw(2, 2, 4), draw(5, 4, seed=1)))
     indices, sink = ints([0, 3, -1], [-1, -1, 7]), torch.tensor([0.3, -INF])
@@ -640,9 +658,10 @@ def test_the_bound_of_merging_allows_fp32():
 
 @pytest.mark.parametrize("function", [contract.function for contract in contracts.for_component("attention")])
 def test_the_reference_keeps_the_invariants(function):
+    """But where sums cancel: the formula has no order of additions, and BLAS's goes by the batch (`dsv4.reference.numerics`)."""
     contract = contracts.find(f"attention.{function}")
     for item in contract.invariants:
-        if item.name in ("fullgraph", "opcheck", "graph_replay", "strides"):
+        if item.name in ("fullgraph", "opcheck", "graph_replay", "strides") or item.domain == "cancelling":
             continue
         outcome = engine.check(contract, item, Candidate("reference", contract.refer(), may_refuse=False), CPU, PROFILES["smoke"])
         assert outcome.result == "passed", outcome.message

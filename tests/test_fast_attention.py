@@ -82,6 +82,24 @@ def test_specials_stay_with_their_token(impl):
 
 
 @every_way
+def test_infinite_scores_are_as_the_formula_has_them(impl):
+    """+inf is the largest score m, and inf - m is NaN; -inf has no weight, and 0 times infinity is NaN."""
+    q, kv = torch.ones(6, 1, 64).bfloat16(), torch.ones(3, 64).bfloat16()
+    kv[1], kv[2] = torch.inf, -torch.inf
+    indices = torch.tensor([[0, 1], [1, -1], [1, 2], [0, 2], [2, -1], [0, 0]], dtype=torch.int32)
+    got, expected = fast.sparse_attention(q, kv, indices, impl=impl), reference.sparse_attention(q, kv, indices)
+    assert expected.lse[:3].isnan().all()
+    assert (expected.lse[3], expected.lse[4]) == (8.0, -torch.inf)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    parts, lses = normal(2, 3, 1, 64).bfloat16(), torch.tensor([[0.0, torch.inf, -torch.inf], [torch.inf, torch.inf, 0.0]])[..., None]
+    merged = fast.merge_splits(parts, lses, impl=impl), reference.merge_splits(parts, lses)
+    assert merged[1].lse.isnan().squeeze(1).tolist() == [True, True, False]
+    for one, other in zip(*merged, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@every_way
 @pytest.mark.parametrize(("main", "extra"), PAIRS)
 def test_pages(impl, main, extra):
     """SA-05: pages that lie apart. Slots of both dtypes, out of range on both sides; lengths; whole calls of every function."""
@@ -189,9 +207,10 @@ def test_scratch_is_bounded_whatever_the_number_of_tokens(monkeypatch):
 
     def watched(body, *tensors, **options):
         results = compiled.run_eagerly(body, *tensors, **options)
-        if body is attention_bodies.block_body:
-            blocks.append(sum(tensor.nbytes for tensor in (tensors[0], *tensors[2:6], *results)) + tensors[2].numel() * 512 * 10)
-        elif body is not attention_bodies.finish_body:
+        if body is attention_bodies.weigh_body:
+            queries_and_sums = 2 * tensors[4].nbytes  # beside them the product with the values
+            blocks.append(sum(tensor.nbytes for tensor in (*tensors[:5], *results)) + queries_and_sums + tensors[1].numel() * 512 * 10)
+        elif body not in (attention_bodies.gather_body, attention_bodies.finish_body):
             decoded.append(8 * results.nbytes)
         return results
 
@@ -254,14 +273,16 @@ def test_a_layer_is_one_graph():
 
 
 def test_graphs_per_function():
-    """One for a block and one for its end, for any number of tokens and rows; a list of another width has a block of its own."""
+    """Two for a block, before and after its product, and one for the end, for any number of tokens and rows; a list of another width has a
+    block of its own.
+    """
     before = counters["stats"]["unique_graphs"]
     for tokens, rows in ((1, 5), (2, 300), (33, 17)):
         q, kv = queries(2 * tokens, 3, 96)[::2], normal(2 * rows, 96).bfloat16()[::2]
         for picks in (40, 60):
             with torch.inference_mode(tokens == 2):
                 fast.sparse_attention(q, kv, picks_of(rows, tokens, picks), normal(3), impl="inductor")
-    assert counters["stats"]["unique_graphs"] - before <= 2
+    assert counters["stats"]["unique_graphs"] - before <= 3
 
 
 # Kernels of our own, spied on
@@ -376,6 +397,24 @@ def test_buffers_that_do_not_fit_are_left_as_they_were(argument, change):
     with pytest.raises(ArgumentError, match=rf"^{argument}: got "):
         plan.run(queries(2, 3), cache("v4", 2), picks_of(8, 2, 4), out=change(good))
     assert all((buffer == 7.0).all() for buffer in good)
+
+
+def test_buffers_have_memory_of_their_own():
+    main = cache("v4", 2)
+    plan = fast.plan_attention("decode", tokens=2, heads=3, picks=4, layout="v4", page_size=main.page_size, device="cpu")
+    memory = queries(3, 3)
+    within = memory.view(torch.float32).view(-1)[:6].view(2, 3)
+    for argument, q, out in (
+        ("out.output: got memory of q", memory[:2], AttentionResult(memory[1:], torch.zeros(2, 3))),
+        ("out.lse: got memory of q", memory[:2], AttentionResult(queries(2, 3), within)),
+        ("out.lse: got memory of out.output", queries(2, 3), AttentionResult(memory[:2], within)),
+    ):
+        before = memory.clone()
+        with pytest.raises(ArgumentError, match=f"^{argument}"):
+            plan.run(q, main, picks_of(8, 2, 4), out=out)
+        assert torch.equal(memory, before)
+    beside = AttentionResult(memory[1:], within)  # of one storage, and apart
+    same(plan.run(queries(2, 3), main, picks_of(8, 2, 4), out=beside), plan.run(queries(2, 3), main, picks_of(8, 2, 4)))
 
 
 def test_a_plan_is_for_its_device():

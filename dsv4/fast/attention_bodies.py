@@ -2,9 +2,10 @@
 
 A block of up to 320 picks of some tokens is gathered, widened and multiplied; the largest score so far, the sum of weights and the weighted
 sum of values are carried from block to block and rescaled when a larger score comes (fp64 throughout: one rounding to fp32, and one to
-bf16, at the end). Tokens go through in chunks, so that what is held beside inputs and results stays below SCRATCH_BYTES for any number of
-tokens; smaller chunks stay in the cache. Rows of pages are decoded before: on the CPU each slot that a group of tokens reads once,
-elsewhere each pick, for nothing there may wait for the device. Source: spec A 6.1, 6.6.
+bf16, at the end). Products have one shape whatever the number of tokens (`product_bodies`), and stand outside of what is compiled. Tokens
+go through in chunks, so that what is held beside inputs and results stays below SCRATCH_BYTES for any number of tokens; smaller chunks
+stay in the cache. Rows of pages are decoded before: on the CPU each slot that a group of tokens reads once, elsewhere each pick, for
+nothing there may wait for the device. Source: spec A 6.1, 6.6.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from torch import Tensor
 from dsv4 import attention_checks
 from dsv4.fast import kv_bodies
 from dsv4.fast.compiled import run_eagerly
+from dsv4.fast.product_bodies import fixed_products
 from dsv4.formats import KV_LAYOUTS, align
 
 Run = Callable[..., Any]
+State = tuple[Tensor, Tensor, Tensor, Tensor]
 
 SCRATCH_BYTES = 64 * 2**20  # of a call, at most, whatever the number of tokens
 CHUNK_BYTES = 16 * 2**20  # of tokens at a time: what a CPU keeps in its caches
@@ -47,26 +50,27 @@ class PagedPicks(NamedTuple):
     lengths: Tensor | None
 
 
-def block_body(
-    q: Tensor, rows: Tensor, picks: Tensor, peak: Tensor, total: Tensor, mixed: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One block of picks added to a running softmax.
+def gather_body(rows: Tensor, picks: Tensor) -> Tensor:
+    """fp64 [tokens, width, D] of rows bf16 [n, D] and picks int64 [tokens, width]: zeros where there is none, for 0 times NaN is NaN."""
+    present = (picks >= 0) & (picks < rows.shape[0])
+    return torch.where(present[..., None], rows[torch.where(present, picks, 0)], 0.0).to(torch.float64)
 
-    q fp64 [tokens, H, D], rows bf16 [n, D], picks int64 [tokens, width], scale fp64 []. Carried, fp64: the largest score `peak`
-    [tokens, H], -inf at first, the sum of weights `total` [tokens, H] and of weighted values `mixed` [tokens, H, D], 0 at first.
+
+def weigh_body(dots: Tensor, picks: Tensor, peak: Tensor, total: Tensor, mixed: Tensor, scale: Tensor) -> State:
+    """One block of picks in a running softmax, but for its weighted values; and its weights [tokens, H, width].
+
+    dots fp64 [tokens, H, width], picks -1 where there is none, scale fp64 []. Carried, fp64: the largest score `peak` [tokens, H], -inf at
+    first, the sum of weights `total` [tokens, H] and of weighted values `mixed` [tokens, H, D], 0 at first.
     """
     if torch.compiler.is_compiling():
-        tokens = q.shape[0]
+        tokens = dots.shape[0]
         for other in (picks, peak, total, mixed):
             torch._check(other.shape[0] == tokens)
-    present = (picks >= 0) & (picks < rows.shape[0])
-    found = rows[torch.where(present, picks, 0)]
-    values = torch.where(present[..., None], found, 0.0).to(torch.float64)  # what is masked may be NaN, and 0 times NaN is NaN
-    scores = torch.where(present[:, None], torch.bmm(q, values.transpose(1, 2)) * scale, -torch.inf)
+    scores = torch.where((picks >= 0)[:, None], dots * scale, -torch.inf)
     highest = torch.maximum(peak, scores.amax(-1))
     shift = torch.where(highest == -torch.inf, 0.0, highest)
     weights, kept = torch.exp(scores - shift[..., None]), torch.exp(peak - shift)
-    return highest, total * kept + weights.sum(-1), mixed * kept[..., None] + torch.bmm(weights, values)
+    return highest, total * kept + weights.sum(-1), mixed * kept[..., None], weights
 
 
 def finish_body(peak: Tensor, total: Tensor, mixed: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +80,7 @@ def finish_body(peak: Tensor, total: Tensor, mixed: Tensor, sink: Tensor) -> tup
             torch._check(other.shape[0] == peak.shape[0])
     seen = peak != -torch.inf
     mass = total + torch.exp(sink[0].to(torch.float64) - torch.where(seen, peak, 0.0))
-    output = torch.where(seen[..., None], mixed / mass[..., None], 0.0)
+    output = torch.where(seen[..., None], mixed / mass[..., None], mixed)  # 0, or NaN of infinite rows
     return output.to(torch.float32).to(torch.bfloat16), (peak + torch.log(total)).to(torch.float32)
 
 
@@ -100,19 +104,19 @@ def attend(run: Run, q: Tensor, lists: list[Picks | PagedPicks], sink: Tensor | 
 
 
 def _attend_chunk(run: Run, q: Tensor, lists: list[Picks], factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    state = (
-        q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64),
-        q.new_zeros(q.shape[:2], dtype=torch.float64),
-        q.new_zeros(q.shape, dtype=torch.float64),
-    )
+    peak = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    total, mixed = torch.zeros_like(peak), q.new_zeros(q.shape, dtype=torch.float64)
     wide = q.to(torch.float64)
     for one in lists:
         width = _width(one.indices.shape[1])
         for column in range(0, one.indices.shape[1], width):
             picks = one.indices[:, column : column + width]
             if q.device.type != "cpu" or bool((picks >= 0).any()):
-                state = run(block_body, wide, one.rows, picks, *state, factor)
-    return state
+                values = run(gather_body, one.rows, picks)
+                dots = fixed_products(wide, values.transpose(1, 2))
+                peak, total, mixed, weights = run(weigh_body, dots, picks, peak, total, mixed, factor)
+                mixed += fixed_products(weights, values)
+    return peak, total, mixed
 
 
 def _near(run: Run, one: Picks | PagedPicks, first: int, past: int) -> Picks:

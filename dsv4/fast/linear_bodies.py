@@ -1,9 +1,10 @@
 """What runs for `linear` and `output_projection` on the inductor and eager paths: products in fp64, a tile of the weight at a time.
 
 A tile is widened to the numbers that its codes and scales stand for, which fp64 holds exactly, and BLAS adds its products with the inputs
-to the sums before the next one takes its place: a whole weight in fp64 never exists. Inductor compiles the decoder of a tile, in integer
-bits; without it a table of 256 numbers is faster. What makes inputs is one body each: a norm, a SwiGLU or a rotation, and the quantiser
-behind it.
+to the sums before the next one takes its place: a whole weight in fp64 never exists. Under use(batch_invariant=True) the inputs come in
+blocks of so many rows, and all products have one shape (`product_bodies`); with few tokens that takes longer. Inductor compiles the
+decoder of a tile, in integer bits; without it a table of 256 numbers is faster. What makes inputs is one body each: a norm, a SwiGLU or a
+rotation, and the quantiser behind it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dsv4.fast import bits, groups
+from dsv4.fast import bits, dispatch, groups, product_bodies
 from dsv4.fast.compiled import run_eagerly
 from dsv4.fast.row_bodies import rms_body, rope_body, rounded, widened
 from dsv4.formats import E8M0, E8M0_NAN, fp32
@@ -31,6 +32,7 @@ ROWS = 1024  # of it, which BLAS multiplies fastest; with FEW tokens whole rows 
 FEW = 8
 UNIT = 256  # columns of the weight come in multiples of it: one graph for all widths
 INPUTS = 2**20  # numbers of the inputs at a time, one row at least
+BLOCK_ROWS = 24  # of the inputs, in products of one shape
 
 
 class Operand(NamedTuple):
@@ -67,7 +69,7 @@ def project_groups(
     result = o.new_empty((*o.shape[:2], weight.shape[1]), dtype=torch.bfloat16)
     if not result.numel():
         return result
-    if weight_scales is None and weight.numel() <= TILE and o.numel() <= INPUTS:
+    if weight_scales is None and weight.numel() <= TILE and o.numel() <= INPUTS and not dispatch.batch_invariant():
         sums = torch.bmm(o.double().transpose(0, 1), weight.double().transpose(1, 2)).add_(0.0)
         return result.copy_(sums.float().transpose(0, 1))
     if weight_scales is not None and o_scales is None:
@@ -145,19 +147,25 @@ def rotate_quantize_body(o: Tensor, table: Tensor, positions: Tensor, floor: Ten
 
 def product(run: Run, x: Operand, weight: Operand, result: Tensor) -> None:
     """Writes x times the weight transposed into bf16 [tokens, n], which may be strided."""
-    (tokens, n), k = result.shape, x.numbers.shape[1]
+    (tokens, n), k, fixed = result.shape, x.numbers.shape[1], dispatch.batch_invariant()
     tall = max(INPUTS // k, 1)
-    wide = min(-(-k // UNIT), TILE // UNIT) if tokens < FEW else max(TILE // min(n, ROWS) // UNIT, 1)  # in units
+    few = tokens < FEW and not fixed
+    wide = min(-(-k // UNIT), TILE // UNIT) if few else max(TILE // min(n, ROWS) // UNIT, 1)  # in units
     height = TILE // (wide * UNIT)
     for first in range(0, tokens, tall):
         rows = _numbers(run, x, slice(first, first + tall), slice(0, k))
+        turned = product_bodies.turned(rows, BLOCK_ROWS) if fixed else None
         for start in range(0, n, height):
             part = result[first : first + tall, start : start + height]
-            sums = rows.new_zeros(part.shape)
+            sums = rows.new_zeros(part.shape if turned is None else (len(turned), part.shape[1], BLOCK_ROWS))
             for column in range(0, k, wide * UNIT):
                 columns = slice(column, column + wide * UNIT)
-                sums.addmm_(rows[:, columns], _numbers(run, weight, slice(start, start + height), columns).t())
-            part.copy_(sums.float())
+                tile = _numbers(run, weight, slice(start, start + height), columns)
+                if turned is None:
+                    sums.addmm_(rows[:, columns], tile.t())
+                else:
+                    product_bodies.add_products(sums, tile, turned[:, columns])
+            part.copy_((sums if turned is None else product_bodies.turned_back(sums, len(part))).float())
 
 
 def quantized(run: Run, x: Tensor, group: int, scale: str, amax_floor: str) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.formats import E4M3, KV_LAYOUTS
-from dsv4.parity import strategies
+from dsv4.parity import cancelling, strategies
 from dsv4.parity.contracts import Call, Spec
 from dsv4.parity.strategies import generator
 from dsv4.reference import kv_cache
@@ -132,6 +132,20 @@ def overflow_call(spec: Spec, device: torch.device) -> Call:
         q[token] = hot[:, None].to(q.dtype)
         picks[0][token] = torch.cat([picks[0][token][: spec["picks"] - 1], torch.tensor([len(rows[0]) - 1])])
     return _sparse(Lists(q, made.sink, rows, picks), spec, device)
+
+
+def cancelling_call(spec: Spec, device: torch.device) -> Call:
+    """`sparse_attention` whose sums cancel: by turns a token's one score, which is its lse, and the values of all picks, weighted alike."""
+    tokens, seed = spec["tokens"], spec["seed"]
+    q, kv = (part.bfloat16() for part in cancelling.pair((tokens, spec["heads"], 512), (20, 512), seed))
+    q[1::2] = 0.0
+    half = cancelling.spread((20, 512), seed ^ 2).bfloat16()
+    source, turn = generator(seed ^ 3), torch.arange(tokens) % 2
+    extra = torch.stack([torch.randperm(40, generator=source) for _ in range(tokens)]).to(torch.int32)
+    args = (q, kv, torch.randint(0, 20, (tokens, 1), generator=source).to(torch.int32), None)
+    lengths = {"lengths": (1 - turn).to(torch.int32), "extra_lengths": (40 * turn).to(torch.int32)}
+    kwargs = {"extra_kv": torch.cat([half, -half]), "extra_indices": extra, **lengths}
+    return Call(tuple(_to(value, device) for value in args), {name: value.to(device) for name, value in kwargs.items()})
 
 
 def paged_call(spec: Spec, device: torch.device) -> PagedCall:

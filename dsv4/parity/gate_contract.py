@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.parity import bounds, invariants, lattices, routing_rows, strategies
+from dsv4.parity import bounds, cancelling, invariants, lattices, routing_rows, strategies
 from dsv4.parity.components.eplb import KEEPS
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
 from dsv4.parity.exact import unrounded
@@ -53,6 +53,11 @@ def _arbitrary(spec: Spec, device: torch.device) -> Call:
     x = routing_rows.rows(spec["classes"], spec["rows"], spec["hidden"], spec["seed"])
     weight = torch.randn(spec["experts"], spec["hidden"], generator=strategies.generator(spec["seed"] ^ 1)) * spec["hidden"] ** -0.5
     return Call((x.bfloat16().to(device), weight.bfloat16().to(device)))
+
+
+def _cancelling(spec: Spec, device: torch.device) -> Call:
+    x, weight = cancelling.pair((spec["rows"], spec["hidden"]), (spec["experts"], spec["hidden"]), spec["seed"])
+    return Call((x.to(device), weight.bfloat16().to(device)))
 
 
 def _accumulated(call: Call, exact: Tensor) -> Tensor:
@@ -100,6 +105,12 @@ def gate_logits() -> Contract:
             strategies.specs(**shape, hidden=hidden, classes=row_classes(moderate), seed=strategies.seeds()),
             why="arbitrary finite bf16",
         ),
+        Domain(
+            "cancelling",
+            _cancelling,
+            strategies.specs(**shape, hidden=st.sampled_from([70, 128, 1500]), seed=strategies.seeds()),
+            why=cancelling.WHY,
+        ),
     )
     return Contract(
         "routing",
@@ -108,9 +119,9 @@ def gate_logits() -> Contract:
         (
             Output("result", Level.E1, "fp32 sums are exact", ("lattice",)),
             Output("result", Level.E2, "an exact sum, rounded once", ("wide",)),
-            Output("result", Level.E3, "fp32 accumulation of exact products", ("bf16",), bound=_accumulated),
+            Output("result", Level.E3, "fp32 accumulation of exact products", ("bf16", "cancelling"), bound=_accumulated),
         ),
-        (*invariants.on("bf16", *KEEPS), *invariants.on("lattice", "batch", "strides")),
+        (*invariants.on("bf16", *KEEPS), *invariants.on("lattice", "batch", "strides"), *invariants.on("cancelling", "batch", "padding")),
         Rows(),
         exact=unrounded(routing.gate_logits),
     )

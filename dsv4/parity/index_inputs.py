@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.formats import INDEX_LAYOUTS
-from dsv4.parity import kv_inputs, lattices, strategies
+from dsv4.parity import cancelling, kv_inputs, lattices, strategies
 from dsv4.parity.contracts import Call, Spec
 from dsv4.parity.strategies import generator
 from dsv4.reference import index_codes
@@ -104,12 +104,16 @@ def ranges(kind: str, tokens: int, entries: int, seed: int, dtype: torch.dtype) 
 
 
 def code_queries(spec: Spec, tokens: int) -> IndexQueries:
-    """Queries of the kind drawn: lattice, finite or special."""
+    """Queries of the kind drawn: lattice, finite, cancelling or special."""
     seed, heads, dim = spec["seed"], spec["heads"], spec["dim"]
     codes, scales = _codes(spec, (tokens, heads), dim, seed)
     source = generator(seed ^ 11)
     if spec["kind"] == "lattice":
         weights = lattices.integers((tokens, heads), seed ^ 12, 3) * 2.0 ** spec.get("power", 0)
+    elif spec["kind"] == "cancelling":  # heads that are equal in pairs, and weights that take one from the other
+        pairs = cancelling.opposed(torch.arange(heads), 1)
+        codes, scales = codes[:, pairs], None if scales is None else scales[:, pairs]
+        weights = cancelling.opposed(cancelling.spread((tokens, heads), seed ^ 12), -1)
     else:
         weights = torch.randn(tokens, heads, generator=source) * torch.exp2(torch.randint(-6, 2, (tokens, heads), generator=source))
     if spec["kind"] == "special":

@@ -85,8 +85,8 @@ def guards(trial: Trial, out: str = "out", **_: Any) -> None:
 
 
 def _demanded(trial: Trial) -> AbstractContextManager[Any]:
-    """What asks a row of dsv4.fast for independence of the batch; nothing for host work and for anybody else's."""
-    if trial.candidate.backend in ("", "foreign", "host") or "batch" in dict(trial.candidate.unclaimed):
+    """What asks dsv4.fast for independence of the batch, functions that call others of it too; nothing for anybody else's."""
+    if trial.candidate.backend in ("", "foreign") or "batch" in dict(trial.candidate.unclaimed):
         return nullcontext()
     from dsv4 import fast
 

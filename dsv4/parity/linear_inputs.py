@@ -3,8 +3,8 @@
 Lattice: codes are integers up to 3 and scales powers of two, or 3/2 of them where they are fp32 numbers. A window of 128 stays below
 2^11 quanta and a sum below 2^23, so that every order, Hopper's 14 bits included, gives the same bits; one rounding to bf16 follows. A bf16
 input whose scale is to be amax / 448 holds 7 2^p or 35 2^p in each block, and multiples of 2^p or 5 2^p. Finite: any finite codes, scales
-of any mantissa. Positive: everything above zero, so that errors of one sign add up. Special: the lattice, with NaN among codes and
-scales, and blocks in which 2^-127 meets 2^127 (one product of -1, 0 or 1 in each: no step overflows).
+of any mantissa. Positive: everything above zero, so that errors of one sign add up. Cancelling: sums of 0 (`cancelling`). Special: the
+lattice, with NaN among codes and scales, and blocks in which 2^-127 meets 2^127 (one product of -1, 0 or 1 in each: no step overflows).
 
 Where a layout has pads these are ones, which is NaN to whoever reads them.
 """
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.formats import E4M3, TILE_ROWS, WORD_GROUPS, align
-from dsv4.parity import lattices, strategies
+from dsv4.parity import cancelling, lattices, strategies
 from dsv4.parity.components.scales import in_columns, rows_of_tiles
 from dsv4.parity.contracts import Call, Spec
 from dsv4.parity.strategies import generator
@@ -30,6 +30,7 @@ Strategy = st.SearchStrategy[Any]
 TOKENS = (1, 2, 7, 8, 17, 63, 64, 65, 127, 128, 129)
 WIDTHS = (31, 32, 33, 100, 127, 128, 129, 160, 256, 300)
 NUMBERS, E8M0, FP32, COLUMNS = "bf16", "e8m0", "fp32", "mn_major"  # how an input comes: as numbers, or as codes with such scales
+CANCELLING = "cancelling"
 BIAS = 127
 
 
@@ -121,8 +122,8 @@ class Factors(NamedTuple):
     mantissas: Tensor
 
 
-def factors(kind: str, shape: tuple[int, ...], grid: tuple[int, ...], seed: int, density: float) -> Factors:
-    """Codes of this shape, and as many scales as the grid has."""
+def factors(kind: str, shape: tuple[int, ...], grid: tuple[int, ...], seed: int, density: float, sign: int = 1) -> Factors:
+    """Codes of this shape, and as many scales as the grid has; `sign` is -1 for one of two sides."""
     source = generator(seed)
     if kind == "finite":
         numbers = torch.randn(shape, generator=source).mul(64).clamp(-448, 448).to(torch.float8_e4m3fn).float()
@@ -131,6 +132,8 @@ def factors(kind: str, shape: tuple[int, ...], grid: tuple[int, ...], seed: int,
         some = torch.rand(*shape[:-1], 1, generator=source) < 0.25  # a quarter of the rows: any codes
         exponents = torch.randint(-9, 5, grid, generator=source)
         return Factors(torch.where(some, odd, numbers), exponents, 1 + torch.rand(grid, generator=source))
+    if kind == CANCELLING:
+        return Factors(*cancelling.coded(shape, grid, sign, seed))
     if kind == "positive":
         numbers = (torch.rand(shape, generator=source) * 256 + 128).to(torch.float8_e4m3fn).float()
         return Factors(numbers, torch.randint(-1, 1, grid, generator=source), 1 + torch.rand(grid, generator=source))
@@ -192,7 +195,7 @@ def operands(spec: Spec, x_rows: tuple[int, ...], w_rows: tuple[int, ...], k: in
     if form == NUMBERS:
         x: Tensor | Quantized = numbers(spec, (*x_rows, k), block)
     else:
-        a = factors(kind, (*x_rows, k), (*x_rows, count), seed ^ 4, spec["density"])
+        a = factors(kind, (*x_rows, k), (*x_rows, count), seed ^ 4, spec["density"], -1)
         if kind == "special":
             a, w = extremes(a, w, block, seed ^ 6)
         stored = FP32 if form == COLUMNS else form
@@ -204,11 +207,14 @@ def numbers(spec: Spec, shape: tuple[int, ...], block: int) -> Tensor:
     """bf16, of the kind drawn, to be quantised in blocks."""
     kind, source, k = spec["kind"], generator(spec["seed"] ^ 12), shape[-1]
     count = -(-k // block)
-    exponents = torch.randint(-3, 3, (*shape[:-1], count), generator=source)
+    low, high = (-13, 20) if kind == CANCELLING else (-3, 3)
+    exponents = torch.randint(low, high, (*shape[:-1], count), generator=source)
     tiny = torch.rand(*shape[:-1], 1, generator=source) < 0.15  # rows below the official floor, where codes have few bits
     size = torch.exp2(torch.where(tiny, -32, exponents).float()).repeat_interleave(block, -1)[..., :k]
     if kind == "positive":
         return (torch.rand(shape, generator=source) + 0.5).bfloat16()
+    if kind == CANCELLING:
+        return cancelling.opposed(torch.randn(shape, generator=source) * size, -1, block).bfloat16()
     if kind == "finite":
         return (torch.randn(shape, generator=source) * size * (torch.rand(shape, generator=source) < 0.9)).bfloat16()
     found = lattices.integers(shape, spec["seed"] ^ 13, 3, density=spec["density"])
@@ -242,7 +248,8 @@ def pair_call(spec: Spec, device: torch.device) -> CodedCall:
     """Arguments of `linear_mxfp8`."""
     (tokens, n, k), kind, seed = spec["size"], spec["kind"], spec["seed"]
     count, nan = -(-k // 32), 0.1 if kind == "special" else 0.0
-    a, w = (factors(kind, (rows, k), (rows, count), seed ^ number, spec["density"]) for number, rows in ((14, tokens), (15, n)))
+    sides = ((14, tokens, -1), (15, n, 1))
+    a, w = (factors(kind, (rows, k), (rows, count), seed ^ number, spec["density"], sign) for number, rows, sign in sides)
     if kind == "special":
         a, w = extremes(a, w, 32, seed ^ 16)
     parts = []
@@ -289,6 +296,13 @@ def long_sizes() -> Strategy:
     return st.tuples(st.sampled_from([1, 2, 8, 17]), st.sampled_from([1, 3, 8]), st.sampled_from([2048, 4096, 2100])).map(list)
 
 
+def sizes_of(kind: str) -> Strategy:
+    """[tokens, n, k] for a kind; of sums that cancel, several blocks of either size."""
+    if kind == CANCELLING:
+        return st.tuples(st.sampled_from([8, 1, 2, 17, 33]), st.sampled_from([1, 8, 40, 160]), st.sampled_from([512, 1024])).map(list)
+    return long_sizes() if kind == "positive" else sizes()
+
+
 def many(build: Callable[[Spec, torch.device], Call]) -> Callable[[Spec, torch.device], Call]:
     """A build whose calls have so many more tokens and columns on CUDA that kernels for many tokens take them."""
 
@@ -312,7 +326,7 @@ def many_sizes(kind: str) -> dict[str, Strategy]:
 def product_specs(kind: str, **fixed: Strategy) -> Strategy:
     """Specs for `fp8_call`; other calls replace what they do not have."""
     parts: dict[str, Strategy] = {
-        "size": long_sizes() if kind == "positive" else sizes(),
+        "size": sizes_of(kind),
         "block": st.sampled_from([128, 32]),
         "form": st.sampled_from([NUMBERS, E8M0, FP32, COLUMNS, "uint8"]),
         "stored": st.sampled_from([E8M0, FP32, "uint8"]),
@@ -328,7 +342,7 @@ def pair_specs(kind: str, **fixed: Strategy) -> Strategy:
     """Specs for `pair_call`."""
     layouts = st.tuples(*[st.sampled_from(["packed", "128x4"])] * 2).map(list)
     parts: dict[str, Strategy] = {
-        "size": long_sizes() if kind == "positive" else sizes(),
+        "size": sizes_of(kind),
         "layouts": layouts,
         "kind": st.just(kind),
         "density": st.sampled_from([1.0, 0.3]),

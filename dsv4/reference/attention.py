@@ -15,8 +15,8 @@ without picks gets o = 0 and lse = -inf, whatever the sink.
 
 Parts of a list, each with its own o_i and lse_i without the sink, are merged by
 
-    lse = log(sum e^(lse_i))                                                                      (5)
-    o   = sum e^(lse_i - m) o_i / (sum e^(lse_i - m) + e^(sink - m)),      m = max lse_i          (6)
+    lse = m + log(sum e^(lse_i - m)),                                      m = max lse_i          (5)
+    o   = sum e^(lse_i - m) o_i / (sum e^(lse_i - m) + e^(sink - m))                              (6)
 
 Shapes: q bf16 [tokens, heads, dim], rows bf16, picks int32 [tokens, picks] (slots of pages int64 too: page P + slot), lengths int32
 [tokens], sink fp32 [heads], o bf16 [tokens, heads, dim], lse fp32 [tokens, heads]. The scale is an fp32 number.
@@ -24,7 +24,8 @@ Shapes: q bf16 [tokens, heads, dim], rows bf16, picks int32 [tokens, picks] (slo
 Roundings: (1) and (2) are part of (3) and of (4). (3) and (5) are one step each, evaluated in fp64 and rounded once to fp32; (4) and (6)
 are one step each, rounded to fp32 and from there to bf16. The published kernel rounds p_j to bf16 for the product with the values,
 relative to a maximum that depends on the order of the list; that is no step here, and part of the bound that other implementations are
-held to. Scores do not overflow in fp64; NaN and infinities of q or of a picked row follow IEEE arithmetic and stay with their token.
+held to. Scores do not overflow in fp64; NaN and infinities of q or of a picked row follow IEEE arithmetic and stay with their token: a
+score of +inf is m, s_j - m is NaN, and so are lse and output.
 Source: spec A 6.
 """
 
@@ -42,7 +43,7 @@ from torch.nn.functional import pad
 from dsv4 import attention_checks
 from dsv4.attention_checks import AttentionSupport, Planned
 from dsv4.formats import KV_LAYOUTS, fp32
-from dsv4.reference.attention_merging import lse_base2, lse_flashmla, lse_with_sink, merge_splits, sinks_of, softmax_weights
+from dsv4.reference.attention_merging import log_sum, lse_base2, lse_flashmla, lse_with_sink, merge_splits, sinks_of, softmax_weights
 from dsv4.reference.kv_cache import load_kv
 from dsv4.reference.numerics import bf16_dtypes, bf16_step, current_numerics, fp32_step
 from dsv4.types import AttentionPlan, AttentionResult, Numerics, PagedRows
@@ -382,7 +383,7 @@ def _softmax(q: Tensor, rows: Tensor, there: Tensor, sink: Tensor, scale: float)
         return (q @ rows.mT * scale).masked_fill(~there[:, None], -torch.inf)
 
     def lse(q: Tensor, rows: Tensor) -> Tensor:
-        return scores(q, rows).logsumexp(2)
+        return log_sum(scores(q, rows), 2)
 
     def output(q: Tensor, rows: Tensor, sink: Tensor) -> Tensor:
         weights, total = softmax_weights(scores(q, rows), sink[:, None], 2)

@@ -11,7 +11,7 @@ from dsv4 import attention_checks
 from dsv4.reference.numerics import bf16_dtypes, bf16_step, float_dtypes, fp32_step
 from dsv4.types import AttentionResult
 
-__all__ = ["lse_base2", "lse_flashmla", "lse_with_sink", "merge_splits", "sinks_of", "softmax_weights"]
+__all__ = ["log_sum", "lse_base2", "lse_flashmla", "lse_with_sink", "merge_splits", "sinks_of", "softmax_weights"]
 
 
 def merge_splits(outputs: Tensor, lses: Tensor, sink: Tensor | None = None) -> AttentionResult:
@@ -37,7 +37,7 @@ def merge_splits(outputs: Tensor, lses: Tensor, sink: Tensor | None = None) -> A
         return ((weights[..., None] * parts).sum(0) + 0.0) / total[0, ..., None]
 
     merged = bf16_step(output, outputs, lses, sinks_of(sink, outputs.shape[2], outputs.device))
-    return AttentionResult(merged, fp32_step(lambda lses: lses.logsumexp(0), lses))
+    return AttentionResult(merged, fp32_step(lambda lses: log_sum(lses, 0), lses))
 
 
 def lse_flashmla(lse: Tensor) -> Tensor:
@@ -87,6 +87,11 @@ def lse_with_sink(lse: Tensor, sink: Tensor) -> Tensor:
     """
     attention_checks.lse(lse, sink, float_dtypes())
     return fp32_step(torch.logaddexp, lse, sink)
+
+
+def log_sum(scores: Tensor, dim: int) -> Tensor:
+    """m + log(sum e^(scores - m)), -inf where all scores are; NaN for m = +inf, where scores - m is."""
+    return scores.logsumexp(dim).masked_fill((scores == torch.inf).any(dim), torch.nan)
 
 
 def softmax_weights(scores: Tensor, sink: Tensor, dim: int) -> tuple[Tensor, Tensor]:

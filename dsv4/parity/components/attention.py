@@ -24,7 +24,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.parity import attention_bounds, attention_inputs, invariants, strategies
+from dsv4.parity import attention_bounds, attention_inputs, cancelling, invariants, strategies
 from dsv4.parity.attention_inputs import draft_call, paged_call, sizes, sparse_call
 from dsv4.parity.contracts import Call, Contract, Domain, Invariant, Output, Rows, Spec
 from dsv4.parity.exact import unrounded
@@ -107,6 +107,7 @@ def _sparse() -> Contract:
         *_three(sparse_call, SPARSE),
         _domain("many", sparse_call, SPARSE[:1], EXACT, "token counts around 64 (SA-01)", **many),
         _domain("plain", sparse_call, SPARSE[:1], ("drawn",), "one form", tokens=st.integers(1, 7)),
+        _domain("cancelling", attention_inputs.cancelling_call, SPARSE[:1], ("drawn",), cancelling.WHY, heads=st.sampled_from([1, 8, 64])),
         _domain("overflow", attention_inputs.overflow_call, SPARSE[:1], ("drawn",), "scores beyond fp32 in some tokens (SA-15)"),
     )
     overflow = (
@@ -125,8 +126,12 @@ def _sparse() -> Contract:
         "attention",
         "sparse_attention",
         domains,
-        (*_outputs(("mean", "ahead", "many"), ("drawn", "plain")), *overflow),
-        (*invariants.on("plain", *ALONE, *ROWS), *invariants.on("mean", "run_to_run", "poisoned_output")),
+        (*_outputs(("mean", "ahead", "many"), ("drawn", "plain", "cancelling")), *overflow),
+        (
+            *invariants.on("plain", *ALONE, *ROWS),
+            *invariants.on("mean", "run_to_run", "poisoned_output"),
+            *invariants.on("cancelling", "batch", "padding"),
+        ),
         Rows((0, 2, "lengths", "extra_indices", "extra_lengths")),
         exact=unrounded(attention.sparse_attention),
         not_claimed=("tokens with a score, or a sum that leads to one, beyond fp32",),

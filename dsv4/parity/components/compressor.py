@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv4.formats import KV_LAYOUTS
-from dsv4.parity import compressor_batches, compressor_bounds, invariants, lattices, routing_rows, strategies
+from dsv4.parity import cancelling, compressor_batches, compressor_bounds, invariants, lattices, routing_rows, strategies
 from dsv4.parity.compressor_batches import LATTICES, MODERATE, Form
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
 from dsv4.parity.exact import unrounded
@@ -130,11 +130,11 @@ def _compression_plan() -> Contract:
     )
 
 
-def _projections(dtypes: Sequence[str]) -> Strategy:
+def _projections(dtypes: Sequence[str], hidden: Strategy | None = None) -> Strategy:
     return strategies.specs(
         rows=strategies.rows(70),
         width=st.sampled_from([8, 24, 256]),
-        hidden=st.one_of(st.integers(1, 70), st.sampled_from([128, 1500])),
+        hidden=st.one_of(st.integers(1, 70), st.sampled_from([128, 1500])) if hidden is None else hidden,
         dtype=st.sampled_from(list(dtypes)),
         seed=strategies.seeds(),
     )
@@ -157,6 +157,11 @@ def _project() -> Contract:
         ]
         return Call((x.to(device), *(weight.to(getattr(torch, spec["dtype"])).to(device) for weight in weights)))
 
+    def cancels(spec: Spec, device: torch.device) -> Call:
+        width, hidden, dtype = spec["width"], spec["hidden"], getattr(torch, spec["dtype"])
+        x, both = cancelling.pair((spec["rows"], hidden), (2 * width, hidden), spec["seed"])
+        return Call((x.to(device), *(weight.to(dtype).to(device) for weight in both.split(width))))
+
     def bound(weight: int) -> Callable[[Call, Tensor], Tensor]:
         return lambda call, exact: compressor_bounds.projected(call, weight)
 
@@ -167,14 +172,19 @@ def _project() -> Contract:
         (
             Domain("lattice", lattice, _projections(both), why="integers times 1/8, up to 13 bits in fp32, sums below 2^24 quanta"),
             Domain("bf16", arbitrary, _projections(("bfloat16",)), why="arbitrary finite bf16"),
+            Domain("cancelling", cancels, _projections(("bfloat16",), st.sampled_from([128, 1500])), why=cancelling.WHY),
         ),
         (
             Output("values", Level.E1, "fp32 sums are exact", ("lattice",)),
-            Output("values", Level.E3, "fp32 accumulation of exact products", ("bf16",), bound=bound(1)),
+            Output("values", Level.E3, "fp32 accumulation of exact products", ("bf16", "cancelling"), bound=bound(1)),
             Output("scores", Level.E1, "fp32 sums are exact", ("lattice",)),
-            Output("scores", Level.E3, "fp32 accumulation of exact products", ("bf16",), bound=bound(2)),
+            Output("scores", Level.E3, "fp32 accumulation of exact products", ("bf16", "cancelling"), bound=bound(2)),
         ),
-        (*invariants.on("bf16", *_kept(), "padding", "empty"), *invariants.on("lattice", "batch", "strides")),
+        (
+            *invariants.on("bf16", *_kept(), "padding", "empty"),
+            *invariants.on("lattice", "batch", "strides"),
+            *invariants.on("cancelling", "batch", "padding"),
+        ),
         Rows(),
         exact=unrounded(compressor.project),
     )

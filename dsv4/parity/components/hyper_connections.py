@@ -20,7 +20,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.parity import invariants, strategies, stream_bounds, stream_inputs
+from dsv4.parity import cancelling, invariants, strategies, stream_bounds, stream_inputs
 from dsv4.parity.boundary_contract import boundary, draws
 from dsv4.parity.components.quantization import KEEPS
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
@@ -67,6 +67,12 @@ def _statistics_drawn(spec: Spec, device: torch.device) -> Call:
     return call_on(device, _streams(spec, count, hidden), fn, eps=eps, precision=precision)
 
 
+def _statistics_cancelling(spec: Spec, device: torch.device) -> Call:
+    count, hidden, mixes, eps, precision = spec["form"]
+    x, fn = cancelling.pair((spec["rows"], count * hidden), (mixes, count * hidden), spec["seed"])
+    return call_on(device, x.view(-1, count, hidden), fn, eps=eps, precision=precision)
+
+
 def _statistics_bound(call: Call, exact: Tensor) -> Tensor:
     return stream_bounds.statistics_error(call[0], call[1], call["eps"], exact)
 
@@ -78,6 +84,7 @@ def _mix_statistics() -> Contract:
     forms += [[4, 1100, 24, V41, "exact"], [4, HIDDEN, 4, V4, "exact"]]
     forms += [[4, 256, 24, V41, "tf32"], [4, 512, 24, V4, "tf32_compensated"]]  # multiples of 1024, as DeepGEMM takes them
     drawn, others = (draws(stream_inputs.MODERATE, form=st.sampled_from(listed)) for listed in (model, forms))
+    both = _exact_specs(form=st.sampled_from([model[0], forms[3], forms[4]]))
     return Contract(
         "hyper_connections",
         "mix_statistics",
@@ -86,12 +93,13 @@ def _mix_statistics() -> Contract:
             Domain("single", _statistics_single, exact, why="one element: the bits of fn"),
             Domain("drawn", _statistics_drawn, drawn, why="finite bf16"),
             Domain("forms", _statistics_drawn, others, why="other shapes and precisions"),
+            Domain("cancelling", _statistics_cancelling, both, why=cancelling.WHY),
         ),
         (
             Output("result", Level.E1, LATTICE, ("lattice", "single")),
-            Output("result", Level.E3, FP32, ("drawn", "forms"), bound=_statistics_bound),
+            Output("result", Level.E3, FP32, ("drawn", "forms", "cancelling"), bound=_statistics_bound),
         ),
-        (*invariants.on("drawn", *KEEPS), *invariants.on("lattice", "batch", "padding")),
+        (*invariants.on("drawn", *KEEPS), *(one for name in ("lattice", "cancelling") for one in invariants.on(name, "batch", "padding"))),
         Rows(),
         exact=unrounded(reference.mix_statistics),
     )

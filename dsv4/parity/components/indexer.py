@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.parity import index_bounds, index_code_contract, index_inputs, index_scores, invariants, strategies
+from dsv4.parity import cancelling, index_bounds, index_code_contract, index_inputs, index_scores, invariants, strategies
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
 from dsv4.parity.exact import unrounded
 from dsv4.parity.index_inputs import RANGES, IndexCall, Strategy, logit_specs, paged_specs
@@ -24,7 +24,9 @@ from dsv4.reference import indexer
 
 KEEPS = index_code_contract.KEEPS
 QUERIES = ("queries.codes", "queries.scales", "queries.weights")
+CANCEL: dict[str, Strategy] = {"heads": st.sampled_from([8, 64]), "ends": st.just("full")}
 PRECISIONS = st.sampled_from(["fp32", "bf16"])
+DOTS = "a sum of weighted dot products"
 ORDERED = st.sampled_from(["index", "score"])
 
 
@@ -43,15 +45,17 @@ def _logits() -> Contract:
             domain("plain", "lattice", "one size of head", **plain),
             domain("finite", "finite", "arbitrary finite codes, scales and weights"),
             domain("finite_bf16", "finite", "the same, rounded to bf16 on the way", precision=st.just("bf16")),
+            domain("cancelling", "cancelling", cancelling.WHY, starts=st.just("drawn"), **CANCEL),
             domain("special", "special", "NaN codes and scales, infinite weights: outside of the range they show nowhere"),
         ),
         (
             Output("result", Level.E1, "exact sums", ("lattice_fp8", "lattice_fp4", "lattice_bf16", "plain")),
-            Output("result", Level.E3, "a sum of weighted dot products", ("finite", "finite_bf16", "special"), bound=index_bounds.logits),
+            Output("result", Level.E3, DOTS, ("finite", "finite_bf16", "special", "cancelling"), bound=index_bounds.logits),
         ),
         (
             *invariants.on("plain", *KEEPS, "inputs_unchanged"),
             *invariants.on("finite", "batch", "run_to_run"),
+            *invariants.on("cancelling", "batch", "padding"),
         ),
         Rows((*QUERIES, "starts", "ends")),
         exact=unrounded(indexer.index_logits),
@@ -72,12 +76,17 @@ def _paged() -> Contract:
             domain("plain", "lattice", "one size", heads=st.just(8), dim=st.just(128), page_size=st.just(4), format=st.just("fp8")),
             domain("far", "lattice", "a page beyond byte 2^31 (IX-10)", page_size=st.sampled_from([2, 64]), **far),
             domain("finite", "finite", "arbitrary finite numbers"),
+            domain("cancelling", "cancelling", cancelling.WHY, **CANCEL),
         ),
         (
             Output("result", Level.E1, "exact sums", ("lattice", "lattice_bf16", "plain", "far")),
-            Output("result", Level.E3, "a sum of weighted dot products", ("finite",), bound=index_bounds.paged),
+            Output("result", Level.E3, DOTS, ("finite", "cancelling"), bound=index_bounds.paged),
         ),
-        (*invariants.on("plain", *KEEPS, "inputs_unchanged"), *invariants.on("finite", "batch")),
+        (
+            *invariants.on("plain", *KEEPS, "inputs_unchanged"),
+            *invariants.on("finite", "batch"),
+            *invariants.on("cancelling", "batch"),
+        ),
         Rows((*QUERIES, 3, 4)),
         exact=unrounded(indexer.paged_index_logits),
     )

@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.parity import invariants, linear_bounds, linear_inputs, strategies
+from dsv4.parity import cancelling, invariants, linear_bounds, linear_inputs, strategies
 from dsv4.parity.components import norms as of_norms
 from dsv4.parity.components.scales import flat, rows_of_tiles, whole_columns
 from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
@@ -33,6 +33,7 @@ LAID_OUT = ("batch", "padding", "poisoned_output", "empty")
 INVARIANTS = (
     *invariants.on("plain", *KEEPS),
     *invariants.on("finite", "batch", "run_to_run"),
+    *invariants.on("cancelling", "batch", "padding"),
     *invariants.on("many_finite", "run_to_run"),
 )
 CODED = Rows(("row_scales", "rows"))  # scales first: how many rows tiles have is read from the codes
@@ -52,6 +53,7 @@ def product_domains(build: Build, specs: Callable[..., Strategy], plain: dict[st
         Domain("special", build, specs("special"), why="NaN codes and scales, 2^-127 against 2^127"),
         Domain("plain", build, specs("lattice", **plain), why="one form"),
         Domain("finite", build, specs("finite"), why="arbitrary finite codes and scales"),
+        Domain("cancelling", build, specs("cancelling"), why=cancelling.WHY),
         Domain("positive", build, specs("positive", density=st.just(1.0)), why="long sums of one sign"),
     )
 
@@ -79,7 +81,7 @@ def product_rows(bound: Callable[..., linear_bounds.Bound], *exact: str, many: b
     return (
         Output("result", Level.E1, EXACT_SUM, ("lattice", "plain", *exact)),
         Output("result", Level.E1, "the same, NaN for NaN", _with_many("special", many), any_nan=True),
-        Output("result", Level.E3, ROUNDED_SUM, _with_many("finite", many), bound=bound()),
+        Output("result", Level.E3, ROUNDED_SUM, ("cancelling", *_with_many("finite", many)), bound=bound()),
         Output("result", Level.E3, ROUNDED_SUM, _with_many("positive", many), bound=bound(hopper=True)),
     )
 

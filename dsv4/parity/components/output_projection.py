@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv4.parity import invariants, lattices, linear_bounds, linear_inputs, strategies
+from dsv4.parity import cancelling, invariants, lattices, linear_bounds, linear_inputs, strategies
 from dsv4.parity.components import norms as of_norms
 from dsv4.parity.components import rotary as of_rotary
 from dsv4.parity.components.linear import CODED, EXACT_SUM, KEEPS, LAID_OUT, PLACED, product_domains, product_rows
@@ -35,6 +35,8 @@ def _group_sizes(kind: str) -> Strategy:
     """[tokens, groups, rank, width]."""
     if kind == "positive":
         return st.tuples(st.sampled_from([1, 2, 8]), st.integers(1, 2), st.sampled_from([1, 8]), st.sampled_from([2048, 4096])).map(list)
+    if kind == "cancelling":
+        return st.tuples(st.sampled_from([8, 1, 2, 17, 33]), st.integers(1, 2), st.sampled_from([8, 1, 160]), st.just(1024)).map(list)
     width = st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 160, 256, 300]))
     plain = st.tuples(linear_inputs.tokens(), st.integers(1, 4), st.sampled_from([32, 1, 8, 40, 16]), width)
     wide = st.tuples(st.sampled_from([1, 7, 17]), st.integers(2, 3), st.sampled_from([129, 136]), width)
@@ -57,7 +59,9 @@ def _bf16(spec: Spec, device: torch.device) -> CodedCall:
     """The official form: integers, normal numbers, or integers with NaN and infinities among them."""
     (tokens, groups, rank, width), kind, seed = spec["size"], spec["kind"], spec["seed"]
     shapes = (tokens, groups, width), (groups, rank, width)
-    if kind == "finite":
+    if kind == "cancelling":
+        parts = [part.bfloat16() for part in cancelling.pair(*shapes, seed)]
+    elif kind == "finite":
         parts = [torch.randn(shape, generator=strategies.generator(seed ^ number)).bfloat16() for number, shape in enumerate(shapes)]
     else:
         parts = [
@@ -88,17 +92,25 @@ def _project_groups() -> Contract:
             Domain("plain_bf16", _bf16, _bf16_specs("lattice", size=PLAIN_GROUPS), why="two groups"),
             Domain("special_bf16", _bf16, _bf16_specs("special"), why="NaN and infinities"),
             Domain("finite_bf16", _bf16, _bf16_specs("finite"), why="normal numbers"),
+            Domain("cancelling_bf16", _bf16, _bf16_specs("cancelling"), why=cancelling.WHY),
         ),
         (
             *product_rows(linear_bounds.groups, "own_scale", "lattice_bf16", "plain_bf16"),
             Output("result", Level.E1, "exact sums, NaN for NaN", ("special_bf16",), any_nan=True),
-            Output("result", Level.E3, "sums in fp32 in any order, one rounding to bf16", ("finite_bf16",), bound=linear_bounds.groups()),
+            Output(
+                "result",
+                Level.E3,
+                "sums in fp32 in any order, one rounding to bf16",
+                ("finite_bf16", "cancelling_bf16"),
+                bound=linear_bounds.groups(),
+            ),
         ),
         (
             *invariants.on("plain", *KEEPS),
             *invariants.on("plain_bf16", *KEEPS),
             *invariants.on("finite", "batch"),
             *invariants.on("finite_bf16", "batch", "run_to_run"),
+            *(one for name in ("cancelling", "cancelling_bf16") for one in invariants.on(name, "batch", "padding")),
         ),
         CODED,
         exact=unrounded(reference.project_groups),
@@ -242,7 +254,7 @@ def _out_specs(kind: str, **fixed: Strategy) -> Strategy:
     k = st.sampled_from([256, 128, 32, 100, 160, 64])
     plain = st.tuples(linear_inputs.tokens(), st.integers(1, 40), k)
     wide = st.tuples(st.sampled_from([1, 17]), st.sampled_from([129, 160]), k)
-    sizes = {} if kind == "positive" else {"size": linear_inputs.often([plain, plain, wide]).map(list)}
+    sizes = {} if kind in ("positive", "cancelling") else {"size": linear_inputs.often([plain, plain, wide]).map(list)}
     return product_specs(kind, **{"groups": st.sampled_from([2, 1, 4]), **sizes, **fixed})
 
 
@@ -259,6 +271,7 @@ def _project_out() -> Contract:
         (
             *invariants.on("plain", *KEEPS),
             *invariants.on("plain_pairs", "batch", "empty", "strides", "fullgraph"),
+            *invariants.on("cancelling", "batch"),
         ),
         CODED,
         exact=unrounded(reference.project_out),
