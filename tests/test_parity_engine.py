@@ -16,9 +16,10 @@ import torch
 from hypothesis import strategies as st
 
 import dsv4
+import dsv4.fast  # before what pytester runs in this process: that drops what it imports, and cannot register operators again
 from dsv4.formats import E2M1, E4M3
 from dsv4.parity import __main__ as command
-from dsv4.parity import bounds, collect, compare, contracts, engine, invariants, lattices, mutants, receipts, report, strategies
+from dsv4.parity import bounds, collect, compare, contracts, engine, invariants, lattices, mutants, plugin, receipts, report, strategies
 from dsv4.parity.candidates import Candidate
 from dsv4.parity.contracts import Call, Contract, Domain, Invariant, Output, Rows
 from dsv4.parity.levels import Level
@@ -568,6 +569,17 @@ def test_wrong_options_say_so(pytester, options, words):
     assert any(fnmatch.fnmatch(line, words) for line in ran.outlines + ran.errlines)
 
 
+def test_a_run_that_is_stopped_leaves_a_receipt_that_says_so(pytester, monkeypatch):
+    monkeypatch.setattr(plugin, "WRITTEN_EVERY", 0.0)
+    monkeypatch.setattr(plugin._Session, "pytest_sessionfinish", lambda self: None)  # as of a process that has ended
+    run_suite(pytester, "--dsv4-component", "codecs", "-k", "decode_e2m1", "--dsv4-receipt", "receipt.json")
+    receipt = receipts.read(pytester.path / "receipt.json")
+    rows = receipt["components"]["codecs"]["rows"]
+    assert rows
+    assert any("it is not at its end" in words for words in receipt["not_claimed"])
+    assert not list(pytester.path.glob("*.part"))
+
+
 def test_reports_and_receipts_are_the_same_twice(pytester):
     pytester.makepyfile(twice=RIGHT)
     impl = ["--dsv4-impl", "codecs.decode_e2m1=twice:decode"]
@@ -576,6 +588,7 @@ def test_reports_and_receipts_are_the_same_twice(pytester):
         run_suite(pytester, *impl, *files).assert_outcomes(passed=9)
     first, second = (receipts.read(pytester.path / f"receipt{number}.json") for number in (1, 2))
     assert list(first) == sorted(receipts.KEYS)
+    assert not any("it is not at its end" in words for words in first["not_claimed"])
     assert first.pop("times").keys() == second.pop("times").keys() == {"written", "seconds"}
     assert json.dumps(first) == json.dumps(second)
     row = next(row for row in first["components"]["codecs"]["rows"] if row["domain"] == "bytes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from dsv4.parity.collect import ParityCase
 
 HERE = Path(__file__).parent
+WRITTEN_EVERY = 20.0  # seconds of a run, a receipt
 COMPONENTS = tuple(sorted(path.stem.removeprefix("test_") for path in HERE.glob("test_*.py")))
 PROFILE_NAMES = ("smoke", "ci", "dev", "soak")
 PROPERTY = "dsv4_parity"
@@ -66,6 +68,7 @@ class _Session:
         target = config.getoption("--dsv4-xfail")
         self.known = _known_failures(Path(target)) if target else {}
         self.asked = _components(config)
+        self._written = time.monotonic()
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Leave out the test files of components that were not asked for."""
@@ -136,6 +139,10 @@ class _Session:
         """Take outcomes from reports, wherever they ran."""
         if report.when == "call":
             self.outcomes += [json.loads(str(value)) for name, value in report.user_properties if name == PROPERTY]
+            receipt = self.config.getoption("--dsv4-receipt")
+            if receipt and not hasattr(self.config, "workeroutput") and time.monotonic() - self._written > WRITTEN_EVERY:
+                self._write_receipt(Path(receipt), f"what the run had left after {len(self.outcomes)} checks: it is not at its end")
+                self._written = time.monotonic()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -147,16 +154,19 @@ class _Session:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput[PROPERTY] = sorted(self.left_out)
             return
-        targets = {name: self.config.getoption(f"--dsv4-{name}") for name in ("report", "receipt")}
-        if any(targets.values()):
+        if target := self.config.getoption("--dsv4-report"):
             from dsv4.parity import receipts
 
-            where = receipts.environment(self.config.getoption("--dsv4-device"))
-            if targets["report"]:
-                report.write(Path(targets["report"]), self.outcomes, where)
-            if targets["receipt"]:
-                profile = self.config.getoption("--dsv4-profile")
-                receipts.write(Path(targets["receipt"]), receipts.make(self.outcomes, profile=profile, left_out=self.left_out, where=where))
+            report.write(Path(target), self.outcomes, receipts.environment(self.config.getoption("--dsv4-device")))
+        if target := self.config.getoption("--dsv4-receipt"):
+            self._write_receipt(Path(target))
+
+    def _write_receipt(self, path: Path, *left_out: str) -> None:
+        """What has been found so far, in the place of what was written before."""
+        from dsv4.parity import receipts
+
+        where, profile = receipts.environment(self.config.getoption("--dsv4-device")), self.config.getoption("--dsv4-profile")
+        receipts.write(path, receipts.make(self.outcomes, profile=profile, left_out={*self.left_out, *left_out}, where=where))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The table, unless -q or --no-summary asks for less."""

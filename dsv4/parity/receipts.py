@@ -68,9 +68,11 @@ def make(outcomes: Iterable[Data], *, profile: str, left_out: Iterable[str] = ()
 
 
 def write(path: Path, receipt: Data) -> None:
-    """Write a receipt as JSON with a stable order of keys."""
+    """Write a receipt as JSON with a stable order of keys; a run that is stopped meanwhile leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(receipt, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(receipt, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def read(path: Path) -> Data:
