@@ -233,6 +233,6 @@ dispatch.register("hyper_connections.expand", _OF_CUDA(_triton_fits, _triton_exp
 dispatch.register("hyper_connections.head_collapse", _OF_CUDA(_triton_fits, _triton_head), *_compiled(_head))
 dispatch.register(
     "hyper_connections.boundary",
-    Adaptive("triton", cuda_from(8, 0), _triton_fits, _triton_boundary, verified=()),
+    Adaptive("triton", cuda_from(8, 0), _triton_fits, _triton_boundary, verified=("SM90",)),
     *_compiled(_boundary),
 )

@@ -253,7 +253,7 @@ def _codes_elsewhere(arguments: Mapping[str, Any]) -> str | None:
 _TRITON = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
 _INDUCTOR = partial(Implementation, "inductor", any_device, _codes_elsewhere, verified=("cpu",))
 _EAGER = partial(Implementation, "eager", any_device, any_arguments, verified=("cpu", "SM90"))
-_DEEPGEMM = partial(Implementation, "deepgemm", library=deepgemm.LIBRARY, verified=())
+_DEEPGEMM = partial(Implementation, "deepgemm", library=deepgemm.LIBRARY, verified=("SM90",))
 QUERIES = "Tensor q, Tensor? q_scales, Tensor weights"
 KEYS = "Tensor k, Tensor k_scales"
 _QUANTISER = "str amax_floor, str ties, str zero_sign"
@@ -286,7 +286,7 @@ ops.define(
     "(Tensor codes, Tensor scales, Tensor(a!) pages, Tensor slots, str format, int page_size) -> ()",
     lambda *_, **__: None,
 )
-dispatch.register("indexer.store_index_keys", _TRITON(any_arguments, _triton_store, verified=()), _EAGER(_store))
+dispatch.register("indexer.store_index_keys", _TRITON(any_arguments, _triton_store), _EAGER(_store))
 ops.define("load_index_keys", "(Tensor pages, Tensor slots, str format, int page_size, int dim) -> (Tensor, Tensor)", _empty_keys)
 dispatch.register("indexer.load_index_keys", _TRITON(any_arguments, _triton_load), _EAGER(_load))
 ops.define("index_logits", f"({QUERIES}, {KEYS}, Tensor? starts, Tensor ends, str precision) -> Tensor", _fake_logits)
