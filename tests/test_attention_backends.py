@@ -392,7 +392,9 @@ def test_which_rows_keep_what_may_be_demanded():
     rows = {(name, row.backend): row for name, table in dispatch.TABLES.items() if name.startswith("attention.") for row in table}
     variant = {key for key, row in rows.items() if not row.batch_invariant}
     over_pages = {("attention.paged_attention", "flashmla"), ("attention.decode_attention", "flashmla")}
-    assert variant == {("attention.decode_attention", "triton"), *over_pages, *((f"attention.{name}", "flashinfer") for name in FUNCTIONS)}
+    compiled = {(f"attention.{name}", "inductor") for name in (*FUNCTIONS, "draft_attention", "merge_splits")}
+    libraries = {(f"attention.{name}", "flashinfer") for name in FUNCTIONS}
+    assert variant == {("attention.decode_attention", "triton"), *over_pages, *libraries, *compiled}
     with use(batch_invariant=True):
         assert rows["attention.decode_attention", "triton"].batch_invariant
     assert all(row.deterministic for row in rows.values())

@@ -1,5 +1,6 @@
 """Calls of a kind that is known: what they skip, what is looked at again, and that nothing stays that does not hold any more."""
 
+import enum
 from typing import Any
 
 import pytest
@@ -291,6 +292,91 @@ def test_tensors_that_are_not_what_they_look_like(world: World) -> None:
     for _ in range(3):
         assert says((x, weight.as_subclass(Own), scales)) == 1
     assert world.memory._count == 1
+
+
+def test_a_check_that_gradients_decide_is_made_again(world: World) -> None:
+    x, weight, scales = operands()
+    x.requires_grad_()
+    with torch.no_grad():
+        assert [says((x, weight, scales)) for _ in range(2)] == [1, 10]
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="x: got a tensor that requires grad"):
+            fast.linear_fp8(x, weight, scales)
+    with torch.no_grad():
+        assert says((x, weight, scales)) == 10
+
+
+def test_transforms_of_an_unknown_kind_get_the_operator(world: World) -> None:
+    x, weight, scales = operands()
+    assert torch.func.vmap(lambda x: fast.linear_fp8(x, weight, scales))(x[None].expand(2, 3, 128))[0, 0, 0] == 1
+    assert world.memory._count == 0
+
+
+def test_nested_tensors_do_not_reach_the_guards(world: World) -> None:
+    x, weight, scales = operands()
+    assert [says((x, weight, scales)) for _ in range(2)] == [1, 10]
+    nested = torch.nested.nested_tensor([torch.ones(3, 128)]).bfloat16()
+    with pytest.raises(Exception, match=r"NestedTensor|bfloat16"):  # that the process goes on is what counts
+        fast.linear_fp8(nested, weight, scales)
+
+
+def test_watched_calls_are_not_kept(world: World) -> None:
+    for _ in range(3):
+        with torch.device("cpu"):
+            assert says(operands()) == 1
+        with torch.autograd.forward_ad.dual_level():
+            assert says(operands()) == 1
+    assert world.memory._count == 0
+
+
+def test_a_kind_is_kept_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by threads that have not seen each other's."""
+    monkeypatch.setattr(Memory, "recall", lambda *_: None)
+    assert [says(operands()) for _ in range(3)] == [1, 1, 1]
+    assert world.memory._count == 1
+
+
+def test_what_cannot_be_kept_does_not_fail_a_call_that_went_well(world: World) -> None:
+    for _ in range(2):
+        with use(deterministic=[1]):  # type: ignore[arg-type] # no key
+            assert says(operands()) == 1
+    uninitialised = torch.nn.parameter.UninitializedParameter(dtype=torch.float32)
+    with pytest.raises(ArgumentError, match="x: got float32"):
+        fast.linear_fp8(uninitialised, *operands()[1:])
+
+
+def test_meta_tensors_with_a_backend_by_name() -> None:
+    """The operator's fake answers, and no row is there to prepare anything."""
+    for _ in range(2):
+        assert fast.linear_fp8(*(part.to("meta") for part in operands()), impl="triton").is_meta
+
+
+def test_a_row_that_calls_the_function_while_it_prepares(world: World) -> None:
+    def prepare(x: Tensor, *_: Any) -> None:
+        assert len(x) == 5 or says(operands(5)) == 1
+
+    world.table(Implementation("triton", any_device, any_arguments, answer(1), prepare=prepare))
+    assert [says(operands()) for _ in range(2)] == [1, 1]
+    assert world.memory._count == 2
+
+
+def test_options_are_kept_as_they_were_checked() -> None:
+    class Scale(str, enum.Enum):  # noqa: UP042 - whose str() is not its value
+        ue8m0 = "ue8m0"
+
+    o, weight, scales = torch.randn(3, 2, 128).bfloat16(), torch.randn(2, 8, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    expected = projection.project_groups(o, weight, scales, impl="eager")
+    for _ in range(3):
+        assert torch.equal(projection.project_groups(o, weight, scales, scale=Scale.ue8m0, impl="eager"), expected)
+    assert torch.equal(projection.project_groups(o, weight, scales, impl="eager"), expected)
+
+
+def test_forms_with_as_many_tensors_are_apart() -> None:
+    o, weight, scales = torch.randn(3, 2, 128).bfloat16(), torch.randn(2, 8, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    for _ in range(2):
+        projection.project_groups(o, weight, scales, impl="eager")
+    with pytest.raises(ArgumentError, match=r"o\.codes: got bfloat16"):
+        projection.project_groups(Quantized(o, scales), weight, impl="eager")
 
 
 def test_few_kinds_are_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,12 +197,13 @@ def _attention(name: str, schema: str, call: Callable[..., Pair], mla: Implement
     )
 
 
-def _everywhere(call: Callable[..., Any], inductor: Any, eager: Any) -> tuple[Implementation, Implementation]:
-    """BLAS does nearly all of the work: compiled bodies gain a fifth, and take seconds for each number of heads and width of a block."""
-    return (
-        Implementation("eager", any_device, any_arguments, partial(call, eager), verified=("cpu", "SM90")),
-        Implementation("inductor", any_device, any_arguments, partial(call, inductor), verified=("cpu", "SM90")),
-    )
+def _everywhere(
+    call: Callable[..., Any], inductor: Any, eager: Any, *, batch_invariant: bool = False
+) -> tuple[Implementation, Implementation]:  # fmt: skip
+    """BLAS does nearly all of the work: compiled bodies gain a fifth, and take seconds for each number of heads and width of a block. They
+    have another exponential for what a vector does not fill, which the number of tokens decides, and which shows where sums cancel."""
+    row = partial(Implementation, device=any_device, arguments=any_arguments, verified=("cpu", "SM90"))
+    return row("eager", call=partial(call, eager)), row("inductor", call=partial(call, inductor), batch_invariant=batch_invariant)
 
 
 def _flashmla(call: Callable[..., Pair], name: str) -> Implementation:
@@ -244,4 +245,4 @@ ops.define(
     "(Tensor positions, int window) -> Tensor",
     lambda positions, window, impl=None: positions.new_empty((positions.shape[0], window), dtype=torch.int32),
 )
-dispatch.register("attention.window_indices", *_everywhere(_window, run_compiled, run_eagerly)[::-1])
+dispatch.register("attention.window_indices", *_everywhere(_window, run_compiled, run_eagerly, batch_invariant=True)[::-1])

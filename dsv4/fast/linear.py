@@ -46,7 +46,7 @@ def linear_fp8(x: Tensor | Quantized, weight: Tensor, weight_scales: Tensor, *, 
     numbers, of_numbers = check.linear_fp8(x, weight, weight_scales, block)
     checks.no_grad(**{"x": numbers, "x.scales": of_numbers}, weight=weight, weight_scales=weight_scales)
     result = _operator_fp8(*options, *tensors)
-    _fp8.keep(options, tensors, (*operands(*tensors), block), impl)
+    _fp8.keep(options, tensors, (*operands(*tensors), block), options)
     return result
 
 
@@ -73,7 +73,7 @@ def linear_mxfp8(x: Mxfp8Pair, weight: Mxfp8Pair, *, impl: str | None = None) ->
     checks.no_grad(x=x.codes, weight=weight.codes)
     tensors = x.codes, weight.codes, weight.scales, x.scales
     result = _operator_mxfp8(*options, *tensors)
-    _mxfp8.keep(options, tensors, operands(*tensors), impl)
+    _mxfp8.keep(options, tensors, operands(*tensors), options)
     return result
 
 

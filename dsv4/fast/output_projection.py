@@ -50,14 +50,15 @@ def project_groups(
     """
     tensors: tuple[Tensor, ...] = (weight,) if weight_scales is None else (weight, weight_scales)
     tensors = (o.codes, *tensors, o.scales) if isinstance(o, Quantized) else (o, *tensors)
-    options = scale, amax_floor, impl
+    options = isinstance(o, Quantized), scale, amax_floor, impl  # codes of a weight with scales, or of o, are as many tensors
     result: Tensor | None = _groups.recall(options, tensors)
     if result is not None:
         return result
     numbers, of_numbers, chosen = check.project_groups(o, weight, weight_scales, scale, amax_floor)
     checks.no_grad(o=numbers, o_scales=of_numbers, weight=weight, weight_scales=weight_scales)
-    result = _operator(chosen, amax_floor, impl, *tensors)
-    _groups.keep(options, tensors, (*operands(*tensors), str(chosen), amax_floor), impl)
+    checked = str(chosen), amax_floor, impl
+    result = _operator(*checked, *tensors)
+    _groups.keep(options, tensors, (*operands(*tensors), *checked[:-1]), checked)
     return result
 
 
@@ -165,7 +166,7 @@ def project_out(
 
 def _operator(scale: str, amax_floor: str, impl: str | None, *tensors: Tensor) -> Tensor:
     """The operator for o, weight and, where they are codes, scales of the weight and of o."""
-    result: Tensor = torch.ops.dsv4.project_groups.default(*operands(*tensors), str(scale), amax_floor, impl)
+    result: Tensor = torch.ops.dsv4.project_groups.default(*operands(*tensors), scale, amax_floor, impl)
     return result
 
 

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -24,6 +24,7 @@ from dsv4.fast import dispatch
 from dsv4.fast.adapters.library import Library
 from dsv4.fast.dispatch import TABLES, demanded
 from dsv4.formats import TMA_BYTES
+from dsv4.types import ArgumentError, BackendUnavailable, Unsupported
 
 Call = Callable[..., Any]
 
@@ -47,60 +48,75 @@ class Memory:
 
     def recall(self, options: Hashable, tensors: tuple[Any, ...]) -> Any:
         """The result of a call, None where its kind is not known. Tensors may be anything; the first two tell most kinds apart."""
-        if is_compiling() or _len_torch_dispatch_stack() or _is_torch_function_mode_enabled() or forward_ad._current_level >= 0:
-            return None
-        if self._rows is not TABLES[self._function] or self._changes != Library.changes:
+        if _is_watched() or self._rows is not TABLES[self._function] or self._changes != Library.changes:
             return None
         known = None
         try:
-            place = options, len(tensors), demanded(), tensors[0].numel(), tensors[1].numel()
-            for fits, call in self._known.get(place, ()):
+            for fits, call in self._known.get(_place(options, tensors), ()):
+                places = 0
+                for tensor in tensors:
+                    if tensor.is_nested:  # whose strides the guards cannot ask for
+                        return None
+                    places |= tensor.data_ptr()
+                if places & PAST:
+                    return None
                 if fits(*tensors):
-                    places = 0
-                    for tensor in tensors:
-                        places |= tensor.data_ptr()
-                    known = None if places & PAST else call
+                    known = call
                     break
-        except (AttributeError, RuntimeError, TypeError):  # no tensors, tensors without memory, options that are no key
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # no tensors, none with memory, options that are no key
             return None
         return known and known(*tensors)
 
-    def keep(self, options: tuple[Any, ...], tensors: tuple[Tensor, ...], arguments: tuple[Any, ...], impl: str | None) -> None:
-        """Remember a call that went well: its options and tensors as `recall` got them, and the operator's arguments without impl."""
-        if is_compiling() or not _are_plain(tensors):
+    def keep(self, options: tuple[Any, ...], tensors: tuple[Tensor, ...], arguments: tuple[Any, ...], chosen: tuple[Any, ...]) -> None:
+        """Remember a call that went well: its options and tensors as `recall` got them, the operator's arguments without impl, and options
+        as they are for the operator, impl last.
+        """
+        if _is_watched() or not _are_plain(tensors):
             return
-        fits = _guard(tensors)
+        fits, rows, changes = _guard(tensors), TABLES[self._function], Library.changes
         if not fits(*tensors):  # a tensor that is given twice
             return
         try:
-            place = options, len(tensors), demanded(), tensors[0].numel(), tensors[1].numel()
-        except AttributeError:  # an environment that is not the process's own
-            return
-        with self._lock:
-            rows, changes = TABLES[self._function], Library.changes
-            if self._rows is not rows or self._changes != changes or self._count >= MOST:
-                self.forget()
-                self._rows, self._changes = rows, changes
-            call = dispatch.prepare(self._function, tensors[0].device, arguments, impl) or partial(self._operator, *options)
-            self._known[place] = (*self._known.get(place, ()), (fits, call))
-            self._count += 1
+            place = _place(options, tensors)
+            call = dispatch.prepare(self._function, tensors[0].device, arguments, chosen[-1]) or partial(self._operator, *chosen)
+            with self._lock:
+                if self._rows is not rows or self._changes != changes or self._count >= MOST:
+                    self.forget()
+                    self._rows, self._changes = rows, changes
+                there = self._known.get(place, ())
+                if not any(fits(*tensors) for fits, _ in there):
+                    self._known[place] = (*there, (fits, call))
+                    self._count += 1
+        except (ArgumentError, BackendUnavailable, Unsupported, AttributeError, TypeError):
+            return  # nothing to choose for tensors without memory; options that are no key; an environment that is not the process's own
 
     def forget(self) -> None:
         """Know nothing."""
         self._known, self._count = {}, 0
 
 
+def _is_watched() -> bool:
+    """Whether something traces, intercepts or differentiates calls of this thread."""
+    watched = is_compiling() or _len_torch_dispatch_stack() or _is_torch_function_mode_enabled() or forward_ad._current_level >= 0
+    return bool(watched)
+
+
+def _place(options: Hashable, tensors: tuple[Any, ...]) -> Hashable:
+    """What tells most kinds apart, and all that no tensor has: options, demands, and whether gradients are on, which a check asks for."""
+    return options, len(tensors), demanded(), is_grad_enabled(), tensors[0].numel(), tensors[1].numel()
+
+
 def _are_plain(tensors: tuple[Tensor, ...]) -> bool:
     """Whether tensors are what they look like, no subclass, nothing that is negated or wrapped, with no transform around the call; and
     begin at multiples of 16 bytes.
     """
-    if _guards() is None or any(type(tensor) not in PLAIN or tensor.layout is not torch.strided for tensor in tensors):
-        return False
-    if any(tensor.data_ptr() & PAST for tensor in tensors):
+    if _guards() is None or any(type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
         return False
     if torch._C._dispatch_tls_local_include_set().raw_repr() not in _keys_of_threads():
         return False
-    return all(torch._C._dispatch_keys(tensor).raw_repr() in _keys_of_tensors(tensor.device) for tensor in tensors)
+    if any(torch._C._dispatch_keys(tensor).raw_repr() not in _keys_of_tensors(tensor.device) for tensor in tensors):
+        return False
+    return not any(tensor.data_ptr() & PAST for tensor in tensors)
 
 
 @cache

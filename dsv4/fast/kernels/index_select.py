@@ -1,4 +1,4 @@
-"""The k largest of rows of scores, exactly, at any length.
+"""The k largest of rows of scores, exactly, at any length up to 2^28.
 
 A score becomes an int32 that compares as it does; NaN and minus infinity become MISSING, below all others. A program holds a row in
 registers and finds the k-th largest key by bisection: a count for each step, from the least key to the largest, until exactly k are not
