@@ -365,15 +365,16 @@ def test_cd_01_every_function_on_every_capability(function, capability, monkeypa
 
 
 def test_which_rows_keep_what_may_be_demanded():
-    """Splits by the number of tokens are not batch-invariant, and are not made where that is demanded: the row stays."""
+    """Splits and products by the number of tokens are not batch-invariant, and are not made where that is demanded: the row stays."""
     rows = {(name, row.backend): row for name, table in dispatch.TABLES.items() if name.startswith("attention.") for row in table}
     variant = {key for key, row in rows.items() if not row.batch_invariant}
     over_pages = {("attention.paged_attention", "flashmla"), ("attention.decode_attention", "flashmla")}
     compiled = {(f"attention.{name}", "inductor") for name in (*FUNCTIONS, "draft_attention", "merge_splits")}
     libraries = {(f"attention.{name}", "flashinfer") for name in FUNCTIONS}
-    assert variant == {("attention.decode_attention", "triton"), *over_pages, *libraries, *compiled}
+    adaptive = {("attention.decode_attention", "triton"), *((f"attention.{name}", "eager") for name in (*FUNCTIONS, "draft_attention"))}
+    assert variant == {*adaptive, *over_pages, *libraries, *compiled}
     with use(batch_invariant=True):
-        assert rows["attention.decode_attention", "triton"].batch_invariant
+        assert all(rows[key].batch_invariant for key in adaptive)
     assert all(row.deterministic for row in rows.values())
     assert {key for key, row in rows.items() if not row.graph_safe} == {(f"attention.{name}", "flashinfer") for name in FUNCTIONS}
 

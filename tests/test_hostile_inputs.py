@@ -23,7 +23,7 @@ PLACED = [[3, 3, 0, 0, 3, 1, 1, 2]]
 def defaults() -> Iterator[None]:
     yield
     torch.set_default_dtype(torch.float32)
-    torch.set_default_device("cpu")
+    torch.set_default_device(None)  # "cpu" would leave a mode on, which every later call would meet
 
 
 @pytest.mark.usefixtures("defaults")

@@ -60,6 +60,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    assert not recall._is_watched(), "an earlier test left a mode on"
     return World(monkeypatch)
 
 

@@ -2,10 +2,10 @@
 
 A block of up to 320 picks of some tokens is gathered, widened and multiplied; the largest score so far, the sum of weights and the weighted
 sum of values are carried from block to block and rescaled when a larger score comes (fp64 throughout: one rounding to fp32, and one to
-bf16, at the end). Products have one shape whatever the number of tokens (`product_bodies`), and stand outside of what is compiled. Tokens
-go through in chunks, so that what is held beside inputs and results stays below SCRATCH_BYTES for any number of tokens; smaller chunks
-stay in the cache. Rows of pages are decoded before: on the CPU each slot that a group of tokens reads once, elsewhere each pick, for
-nothing there may wait for the device. Source: spec A 6.1, 6.6.
+bf16, at the end). Products stand outside of what is compiled, and under use(batch_invariant=True) have one shape whatever the number of
+tokens (`product_bodies`), which few heads or numbers pay for. Tokens go through in chunks, so that what is held beside inputs and results
+stays below SCRATCH_BYTES for any number of tokens; smaller chunks stay in the cache. Rows of pages are decoded before: on the CPU each slot
+that a group of tokens reads once, elsewhere each pick, for nothing there may wait for the device. Source: spec A 6.1, 6.6.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import attention_checks
-from dsv4.fast import kv_bodies
+from dsv4.fast import dispatch, kv_bodies
 from dsv4.fast.compiled import run_eagerly
 from dsv4.fast.product_bodies import fixed_products
 from dsv4.formats import KV_LAYOUTS, align
@@ -56,21 +56,21 @@ def gather_body(rows: Tensor, picks: Tensor) -> Tensor:
     return torch.where(present[..., None], rows[torch.where(present, picks, 0)], 0.0).to(torch.float64)
 
 
-def weigh_body(dots: Tensor, picks: Tensor, peak: Tensor, total: Tensor, mixed: Tensor, scale: Tensor) -> State:
-    """One block of picks in a running softmax, but for its weighted values; and its weights [tokens, H, width].
+def weigh_body(dots: Tensor, picks: Tensor, peak: Tensor, total: Tensor, scale: Tensor) -> State:
+    """One block of picks in a running softmax: what is carried, the factor of what was summed before [tokens, H], weights [tokens, H, width].
 
-    dots fp64 [tokens, H, width], picks -1 where there is none, scale fp64 []. Carried, fp64: the largest score `peak` [tokens, H], -inf at
-    first, the sum of weights `total` [tokens, H] and of weighted values `mixed` [tokens, H, D], 0 at first.
+    dots fp64 [tokens, H, width], picks -1 where there is none, scale fp64 []. Carried, fp64 [tokens, H]: the largest score `peak`, -inf at
+    first, and the sum of weights `total`, 0 at first.
     """
     if torch.compiler.is_compiling():
         tokens = dots.shape[0]
-        for other in (picks, peak, total, mixed):
+        for other in (picks, peak, total):
             torch._check(other.shape[0] == tokens)
     scores = torch.where((picks >= 0)[:, None], dots * scale, -torch.inf)
     highest = torch.maximum(peak, scores.amax(-1))
     shift = torch.where(highest == -torch.inf, 0.0, highest)
     weights, kept = torch.exp(scores - shift[..., None]), torch.exp(peak - shift)
-    return highest, total * kept + weights.sum(-1), mixed * kept[..., None], weights
+    return highest, total * kept + weights.sum(-1), kept, weights
 
 
 def finish_body(peak: Tensor, total: Tensor, mixed: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def finish_body(peak: Tensor, total: Tensor, mixed: Tensor, sink: Tensor) -> tup
             torch._check(other.shape[0] == peak.shape[0])
     seen = peak != -torch.inf
     mass = total + torch.exp(sink[0].to(torch.float64) - torch.where(seen, peak, 0.0))
-    output = torch.where(seen[..., None], mixed / mass[..., None], mixed)  # 0, or NaN of infinite rows
+    output = mixed / torch.where(seen, mass, 1.0)[..., None]  # of nothing seen 0, or NaN of infinite rows
     return output.to(torch.float32).to(torch.bfloat16), (peak + torch.log(total)).to(torch.float32)
 
 
@@ -106,17 +106,31 @@ def attend(run: Run, q: Tensor, lists: list[Picks | PagedPicks], sink: Tensor | 
 def _attend_chunk(run: Run, q: Tensor, lists: list[Picks], factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     peak = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
     total, mixed = torch.zeros_like(peak), q.new_zeros(q.shape, dtype=torch.float64)
-    wide = q.to(torch.float64)
+    wide, fixed, first = q.to(torch.float64), dispatch.batch_invariant(), True
     for one in lists:
         width = _width(one.indices.shape[1])
         for column in range(0, one.indices.shape[1], width):
             picks = one.indices[:, column : column + width]
             if q.device.type != "cpu" or bool((picks >= 0).any()):
-                values = run(gather_body, one.rows, picks)
-                dots = fixed_products(wide, values.transpose(1, 2))
-                peak, total, mixed, weights = run(weigh_body, dots, picks, peak, total, mixed, factor)
-                mixed += fixed_products(weights, values)
+                values = _gathered(run, one.rows, picks)
+                dots = (fixed_products if fixed else torch.bmm)(wide, values.transpose(1, 2))
+                peak, total, kept, weights = run(weigh_body, dots, picks, peak, total, factor)
+                if not first:
+                    mixed *= kept[..., None]
+                mixed = mixed.add_(fixed_products(weights, values)) if fixed else mixed.baddbmm_(weights, values)
+                first = False
     return peak, total, mixed
+
+
+def _gathered(run: Run, rows: Tensor, picks: Tensor) -> Tensor:
+    """As `gather_body`, which takes three passes uncompiled: on a CPU the few rows that are absent can be counted."""
+    if run is not run_eagerly or rows.device.type != "cpu":
+        return run(gather_body, rows, picks)  # type: ignore[no-any-return]
+    present = (picks >= 0) & (picks < rows.shape[0])
+    values = rows.index_select(0, torch.where(present, picks, 0).view(-1))
+    if len(absent := (~present).view(-1).nonzero()):
+        values.index_fill_(0, absent[:, 0], 0.0)
+    return values.double().view(*picks.shape, -1)
 
 
 def _near(run: Run, one: Picks | PagedPicks, first: int, past: int) -> Picks:

@@ -198,12 +198,17 @@ def _attention(name: str, schema: str, call: Callable[..., Pair], mla: Implement
 
 
 def _everywhere(
-    call: Callable[..., Any], inductor: Any, eager: Any, *, batch_invariant: bool = False
+    call: Callable[..., Any], inductor: Any, eager: Any, *, products: bool = True, batch_invariant: bool = False
 ) -> tuple[Implementation, Implementation]:  # fmt: skip
-    """BLAS does nearly all of the work: compiled bodies gain a fifth, and take seconds for each number of heads and width of a block. They
-    have another exponential for what a vector does not fill, which the number of tokens decides, and which shows where sums cancel."""
-    row = partial(Implementation, device=any_device, arguments=any_arguments, verified=("cpu", "SM90"))
-    return row("eager", call=partial(call, eager)), row("inductor", call=partial(call, inductor), batch_invariant=batch_invariant)
+    """BLAS does nearly all of the work, and adds in an order that depends on a product's shape, which is one where batch invariance is
+    demanded. Compiled bodies gain a fifth, and take seconds for each number of heads and width of a block. They have another exponential
+    for what a vector does not fill, which the number of tokens decides, and which shows where sums cancel."""
+    options: dict[str, Any] = {"device": any_device, "arguments": any_arguments, "verified": ("cpu", "SM90")}
+    own = Adaptive if products else Implementation
+    return (
+        own("eager", call=partial(call, eager), **options),
+        Implementation("inductor", call=partial(call, inductor), batch_invariant=batch_invariant, **options),
+    )
 
 
 def _flashmla(call: Callable[..., Pair], name: str) -> Implementation:
@@ -238,11 +243,11 @@ ops.define("merge_splits", "(Tensor outputs, Tensor lses, Tensor? sink) -> (Tens
 dispatch.register(
     "attention.merge_splits",
     Implementation("triton", FROM_80, takes_parts, _triton_merge, verified=()),
-    *_everywhere(_merge, run_compiled, run_eagerly),
+    *_everywhere(_merge, run_compiled, run_eagerly, products=False),
 )
 ops.define(
     "window_indices",
     "(Tensor positions, int window) -> Tensor",
     lambda positions, window, impl=None: positions.new_empty((positions.shape[0], window), dtype=torch.int32),
 )
-dispatch.register("attention.window_indices", *_everywhere(_window, run_compiled, run_eagerly, batch_invariant=True)[::-1])
+dispatch.register("attention.window_indices", *_everywhere(_window, run_compiled, run_eagerly, products=False, batch_invariant=True)[::-1])

@@ -3,8 +3,8 @@
 On the host of a fast GPU these take longer than the launch. A kind is all that checks, argument rules and rows look at: options, what is
 demanded, and of each tensor type, dtype, device, sizes, strides, whether it requires grad, and which dispatch keys it and the thread have.
 torch compares what it says of tensors in one call, made for Dynamo's guards. Tensors that do not begin at multiples of 16 bytes are of no
-known kind. Whatever traces, intercepts or differentiates a call (torch.compile, a mode, a function transform) gets the operator. A
-profiler does not see the operator's name in a call of a known kind.
+known kind. Whatever traces, intercepts or differentiates a call (torch.compile, a mode, also that of torch.set_default_device, a function
+transform) gets the operator. A profiler does not see the operator's name in a call of a known kind.
 """
 
 from __future__ import annotations
