@@ -137,6 +137,13 @@ def test_other_shapes(streams, hidden):
             same(call(impl="eager"), call(side=reference))
 
 
+@pytest.fixture
+def invariant():
+    with use(batch_invariant=True):
+        yield
+
+
+@pytest.mark.usefixtures("invariant")
 @pytest.mark.parametrize("impl", WAYS)
 @pytest.mark.parametrize("hidden", [4096, 5120])
 def test_rows_do_not_depend_on_their_batch(hidden, impl):
@@ -154,6 +161,7 @@ def test_rows_do_not_depend_on_their_batch(hidden, impl):
     same(boundary(*part, *given[4:]), reference.boundary(*part, *given[4:], **V4))
 
 
+@pytest.mark.usefixtures("invariant")
 def test_the_place_in_a_product_does_not_matter():
     """Each row at every place of a block."""
     x, eps = torch.empty(2 * hyper_connection_bodies.ROWS, 4, 1024, dtype=torch.bfloat16, device=DEVICE), 0.0

@@ -176,10 +176,15 @@ def test_head(shape):
     same(fast.head_collapse(x, *head, norm_eps=1e-6, impl="triton"), fast.collapse(x, pre, impl="triton"))
 
 
+def coarse(given):
+    """In the interpreter NumPy multiplies, and adds some rows of a tile in another order than others: there sums are made exact."""
+    return tuple((8 * value).round() / 8 for value in given) if INTERPRETED else given
+
+
 @kernel
 def test_rows_do_not_depend_on_their_batch():
     """Tokens on both sides of the tiles; the last row is unlike the others."""
-    _, x, _, _, fn, scale, base, _ = inputs(67)
+    _, x, _, _, fn, scale, base, _ = coarse(inputs(67))
     for call in (
         lambda x: fast.mix_statistics(x, fn, eps=1e-6, impl="triton"),
         lambda x: fast.split_mix(x[:, 0, :24].float(), scale, base, impl="triton").comb,
@@ -187,7 +192,7 @@ def test_rows_do_not_depend_on_their_batch():
         whole = call(x)
         for tokens in (1, 31, 33, 64):
             same(call(x[-tokens:]), whole[-tokens:])
-    given = inputs(34)
+    given = coarse(inputs(34))
     given[1][-1] *= 64
     boundary = partial(fast.boundary, **V4, output="mxfp8", impl="triton")
     whole = boundary(*given)

@@ -57,7 +57,7 @@ def gather_body(rows: Tensor, picks: Tensor) -> Tensor:
 
 
 def weigh_body(dots: Tensor, picks: Tensor, peak: Tensor, total: Tensor, scale: Tensor) -> State:
-    """One block of picks in a running softmax: what is carried, the factor of what was summed before [tokens, H], weights [tokens, H, width].
+    """One block of picks in a running softmax: what is carried, the factor [tokens, H] of what was summed before, the block's weights.
 
     dots fp64 [tokens, H, width], picks -1 where there is none, scale fp64 []. Carried, fp64 [tokens, H]: the largest score `peak`, -inf at
     first, and the sum of weights `total`, 0 at first.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dsv4.fast import compressor_bodies as bodies
-from dsv4.fast import dispatch, kv_bodies, ops
+from dsv4.fast import dispatch, kv_bodies, ops, product_bodies
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
+from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_from
 from dsv4.formats import KV_LAYOUTS, fp32
 
 Run = Callable[..., Any]
@@ -32,8 +32,12 @@ def _rows(tokens: Any, ratio: int, requests: Any) -> Any:
 
 
 def _project(x: Tensor, wkv: Tensor, wgate: Tensor) -> tuple[Tensor, Tensor]:
-    """fp64 products of one shape, filled up with zeros: a row's bits do not depend on how many there are."""
+    """Products in fp64; where batch invariance is demanded of one shape, filled up with zeros: a row's bits then do not depend on how many
+    there are.
+    """
     tokens, hidden = x.shape
+    if not dispatch.batch_invariant():
+        return product_bodies.products(x, wkv), product_bodies.products(x, wgate)
     rows = x.new_zeros(-(-tokens // PRODUCT_ROWS), PRODUCT_ROWS, hidden)
     rows.view(-1, hidden)[:tokens] = x
     blocks = rows.transpose(1, 2).contiguous().to(torch.float64)
@@ -236,10 +240,11 @@ def _fake_store(
 _TRITON = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
 _INDUCTOR = partial(Implementation, "inductor", any_device, any_arguments, verified=("cpu", "SM90"))
 _EAGER = partial(Implementation, "eager", any_device, any_arguments, verified=("cpu", "SM90"))
+_ADAPTIVE = partial(Adaptive, "eager", any_device, any_arguments, verified=("cpu", "SM90"))
 _WINDOWS = "Tensor values, Tensor scores, Tensor(a!) state, Tensor starts, Tensor cu_seqlens"
 
 ops.define("project", "(Tensor x, Tensor wkv, Tensor wgate) -> (Tensor, Tensor)", _fake_project)
-dispatch.register("compressor.project", _TRITON(_both_bf16, _triton_project), _EAGER(_project))
+dispatch.register("compressor.project", _TRITON(_both_bf16, _triton_project), _ADAPTIVE(_project))
 
 ops.define(
     "compression_plan", "(Tensor starts, Tensor cu_seqlens, int ratio, int tokens, Tensor? state_rows) -> (Tensor, Tensor)", _fake_plan

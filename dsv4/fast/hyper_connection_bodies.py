@@ -1,8 +1,8 @@
 """What runs for `hyper_connections` where there is no Triton: two bodies that inductor compiles, statistics by BLAS, and Sinkhorn in place.
 
-Statistics come from products of equally many rows, the last one filled up with zeros: BLAS adds a row's terms in one order then, however
-many rows there are. Sinkhorn keeps the C * C entries of all tokens side by side and works on two buffers, for its forty dependent steps are
-too much for one graph and too small for forty.
+Where batch invariance is demanded, statistics come from products of equally many rows, the last one filled up with zeros: BLAS adds a row's
+terms in one order then, however many rows there are. Sinkhorn keeps the C * C entries of all tokens side by side and works on two buffers,
+for its forty dependent steps are too much for one graph and too small for forty.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.fast import dispatch
 from dsv4.fast.row_bodies import rms_body, rounded
 
-ROWS = 8  # of one product, a single one where fn has FEW mixes or less
+SOME = 64  # rows of a product at most: 8 MiB in fp64 of 4 x 4096
+ROWS = 8  # of a product of one shape, a single one where fn has FEW mixes or less
 FEW = 8
 TF32_KEPT = ~0x1FFF  # the bits of an fp32 number that TF32 has
 
@@ -54,11 +56,27 @@ def _tf32(weight: Tensor) -> Tensor:
 def statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tensor:
     """fp32 [tokens, mixes]. `eps` is an fp32 number."""
     x = streams.reshape(streams.shape[0], -1)
+    totals, squares = (_fixed_sums if dispatch.batch_invariant() else _sums)(x, at_precision(fn, precision))
+    factor = squares.div_(x.shape[1]).add_(eps).sqrt_().reciprocal_().float()
+    return totals.add_(0.0).mul_(factor[:, None]).to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """fp64 products [tokens, mixes] of rows with fn, and sums of squares [tokens]."""
+    totals, squares = weight.new_empty(len(x), len(weight)), weight.new_empty(len(x))
+    for start in range(0, len(x), SOME):
+        rows = x[start : start + SOME].double()
+        torch.mm(rows, weight.T, out=totals[start : start + SOME])
+        torch.sum(rows.square_(), 1, out=squares[start : start + SOME])
+    return totals, squares
+
+
+def _fixed_sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by products of one shape."""
     tokens, width = x.shape
-    weight = at_precision(fn, precision)
-    height = ROWS if fn.shape[0] > FEW else 1
+    height = ROWS if len(weight) > FEW else 1
     starts = range(0, tokens, height)
-    totals = weight.new_empty(len(starts), fn.shape[0], height)
+    totals = weight.new_empty(len(starts), len(weight), height)
     squares = weight.new_empty(tokens + 1)
     block = weight.new_empty(height, width)
     for total, start in zip(totals.unbind(), starts, strict=True):
@@ -70,9 +88,7 @@ def statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tenso
         torch.mm(weight, block.T, out=total)
         summed = min(max(count, 2), height)  # one row of several would be added in another order
         torch.sum(block[:summed].square_(), 1, out=squares[start : start + summed])
-    factor = squares[:tokens].div_(width).add_(eps).sqrt_().reciprocal_().float()
-    mixes = totals.transpose(1, 2).flatten(0, 1)[:tokens].add_(0.0).mul_(factor[:, None])
-    return mixes.to(torch.float32, memory_format=torch.contiguous_format)
+    return totals.transpose(1, 2).flatten(0, 1)[:tokens], squares[:tokens]
 
 
 def gates(mixes: Tensor, scale: Tensor, base: Tensor) -> Tensor:

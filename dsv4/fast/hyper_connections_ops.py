@@ -196,13 +196,13 @@ def _fake_boundary(y: Tensor, streams: Tensor, *arguments: Any, **_: Any) -> Par
 _OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
 
 
-def _eager(call: Callable[..., Any]) -> Implementation:
-    return Implementation("eager", any_device, any_arguments, call, verified=("cpu", "SM90"))
+def _eager(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> Implementation:
+    return kind("eager", any_device, any_arguments, call, verified=("cpu", "SM90"))
 
 
-def _compiled(call: Callable[..., Any]) -> tuple[Implementation, ...]:
-    inductor = Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90"))
-    return inductor, _eager(partial(call, run_eagerly))
+def _compiled(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> tuple[Implementation, ...]:
+    inductor = kind("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90"))
+    return inductor, _eager(partial(call, run_eagerly), kind)
 
 
 ops.define("mix_statistics", "(Tensor streams, Tensor fn, float eps, str precision) -> Tensor", _fake_mixes)
@@ -226,13 +226,13 @@ ops.define(
     _fake_boundary,
 )
 
-dispatch.register("hyper_connections.mix_statistics", _OF_CUDA(_triton_fits, _triton_statistics), _eager(_statistics))
+dispatch.register("hyper_connections.mix_statistics", _OF_CUDA(_triton_fits, _triton_statistics), _eager(_statistics, Adaptive))
 dispatch.register("hyper_connections.split_mix", _OF_CUDA(_triton_splits, _triton_split), _eager(_split))
 dispatch.register("hyper_connections.collapse", _OF_CUDA(_triton_fits, _triton_collapse), *_compiled(_collapse))
 dispatch.register("hyper_connections.expand", _OF_CUDA(_triton_fits, _triton_expand), *_compiled(_expand))
-dispatch.register("hyper_connections.head_collapse", _OF_CUDA(_triton_fits, _triton_head), *_compiled(_head))
+dispatch.register("hyper_connections.head_collapse", _OF_CUDA(_triton_fits, _triton_head), *_compiled(_head, Adaptive))
 dispatch.register(
     "hyper_connections.boundary",
     Adaptive("triton", cuda_from(8, 0), _triton_fits, _triton_boundary, verified=("SM90",)),
-    *_compiled(_boundary),
+    *_compiled(_boundary, Adaptive),
 )

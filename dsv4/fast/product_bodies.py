@@ -1,9 +1,10 @@
-"""Products in fp64 whose bits do not depend on how many rows there are, nor on where among them a row is.
+"""Products in fp64, also such whose bits do not depend on how many rows there are, nor on where among them a row is.
 
 BLAS chooses how it adds by the shape of a product, and where fp64 sums nearly cancel the order shows: 1 row and 64 are two answers, and so
-are 1 matrix and 2. So no product here has a shape that depends on the number of tokens: rows come in blocks of so many, filled up with
-zeros, and matrices one by one. Within a product of one shape every row is added alike, in any place and beside any others: nobody promises
-that of a BLAS, so it is tested (tests/test_batch_invariance.py), and the parity suite asks it of each function, with sums that cancel.
+are 1 matrix and 2. So where batch invariance is demanded no product has a shape that depends on the number of tokens: rows come in blocks
+of so many, filled up with zeros, and matrices one by one. Within a product of one shape every row is added alike, in any place and beside
+any others: nobody promises that of a BLAS, so it is tested (tests/test_batch_invariance.py), and the parity suite asks it of each function,
+with sums that cancel.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+HEIGHT, WIDTH = 1024, 256  # of a product where shapes may depend on the number of rows
 MATRICES = 16  # of one call on a device that has a launch for each
 
 
@@ -41,3 +43,13 @@ def add_products(sums: Tensor, weight: Tensor, blocks: Tensor) -> None:
 def turned_back(sums: Tensor, count: int) -> Tensor:
     """The first rows [count, n] of [blocks, n, height]."""
     return sums.transpose(1, 2).flatten(0, 1)[:count]
+
+
+def products(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, k] times weight [p, k], in fp64, as fp32 without -0; in shapes that depend on n. A tile of the weight is widened at a time."""
+    result = x.new_empty(len(x), len(weight), dtype=torch.float32)
+    for row in range(0, len(x), HEIGHT):
+        wide = x[row : row + HEIGHT].double()
+        for column in range(0, len(weight), WIDTH):
+            result[row : row + HEIGHT, column : column + WIDTH] = wide @ weight[column : column + WIDTH].double().T
+    return result.add_(0.0)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.fast import dispatch, ops
+from dsv4.fast import dispatch, ops, product_bodies
 from dsv4.fast import routing_bodies as bodies
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
+from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_from
 
 Run = Callable[..., Any]
 Pair = tuple[Tensor, Tensor]
@@ -256,8 +256,12 @@ def _topk_triton(scores: Tensor, k: int, bias: Tensor | None, image_mask: Tensor
 
 
 def _logits(x: Tensor, weight: Tensor) -> Tensor:
-    """fp64 products of LOGIT_ROWS rows each, the last filled up with zeros: a row's bits do not depend on how many there are. No -0."""
+    """Products in fp64, no -0. Where batch invariance is demanded each has LOGIT_ROWS rows, the last one filled up with zeros: a row's bits
+    then do not depend on how many there are.
+    """
     tokens, hidden = x.shape
+    if not dispatch.batch_invariant():
+        return product_bodies.products(x, weight)
     padded = x.new_zeros(-(-tokens // LOGIT_ROWS) * LOGIT_ROWS, hidden, dtype=torch.float64)
     padded[:tokens] = x
     columns = weight.to(torch.float64).T
@@ -377,5 +381,5 @@ ops.define("gate_logits", "(Tensor x, Tensor weight) -> Tensor", lambda x, w, *_
 dispatch.register(
     "routing.gate_logits",
     Implementation("triton", cuda_from(8, 0), _both_bf16, _logits_triton),
-    Implementation("eager", any_device, any_arguments, _logits),
+    Adaptive("eager", any_device, any_arguments, _logits),
 )
