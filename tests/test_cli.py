@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -190,7 +191,9 @@ def test_bench(capsys: pytest.CaptureFixture[str]) -> None:
         assert line["device_us"] is None
         assert line["gb_s"] * line["host_us"] * 1000 == pytest.approx(moved)
         assert line["of_limit"] == pytest.approx(limit["host_us"] / line["host_us"])
-    status, printed, _ = run(*asked, capsys=capsys)
+    status, printed, error = run(*asked, capsys=capsys)
+    named = [line for line in error.splitlines() if line.startswith("codecs.")]
+    assert named == [f"codecs.pack_fp4: {line['case']}" for line in lines[::3]]
     head = next(line for line in printed.splitlines() if "device_us" in line)
     assert head.split() == ["function", "case", "what", "device_us", "host_us", "gb_s", "of_limit", "note"]
 
@@ -220,6 +223,24 @@ def test_bench_does_not_time_what_fails_parity(capsys: pytest.CaptureFixture[str
     assert status == 1
     assert len(calls) == len(lines) == 3
     assert all(line["host_us"] is None and "not timed: fails parity: result: bytes differ" in line["note"] for line in lines)
+
+
+def test_bench_keeps_what_was_measured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    suite, path = bench.find_suite(), tmp_path / "timings.json"
+    measured = suite.lines
+
+    def stopped(*arguments: object) -> Iterator[object]:
+        for line in measured(*arguments):
+            if "V4.1" in line.case:
+                raise KeyboardInterrupt
+            yield line
+
+    monkeypatch.setattr(suite, "lines", stopped)
+    asked = ("bench", "codecs", "--device", "cpu", "--tokens", "2", "--function", "pack_fp4", "--backend", "eager", "--json", str(path))
+    with pytest.raises(KeyboardInterrupt):
+        run(*asked, capsys=capsys)
+    cases = [line["case"] for line in json.loads(path.read_text())["timings"]]
+    assert cases == ["V4-Flash, 2 tokens x 4096"] * 3 + ["V4-Pro, 2 tokens x 7168"] * 3
 
 
 def test_bench_wants_a_checkout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`dsv4 bench COMPONENT`: every implementation that runs here, beside raw library calls, the reference and the limit of the memory.
 
-Benchmarks are no part of the wheel: they are the package `benchmarks` of a checkout, which has the shapes and the stop-watch.
+Benchmarks are no part of the wheel: they are the package `benchmarks` of a checkout, which has the shapes and the stop-watch. Each case is
+named on standard error as it begins, and a file of JSON is written anew with each line: what is stopped keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -73,10 +74,17 @@ def _measure(suite: Any, options: argparse.Namespace, shapes: list[tuple[int, in
     _check("--backend", options.backend, sorted({row.backend for function in tables for row in dispatch.TABLES[function]}))
     tokens = options.tokens or (() if shapes else ON_CUDA if cuda else ON_CPU)
     torch.manual_seed(0)
+    where = {"component": options.component, **_where(str(device))}
+    lines: list[dict[str, Any]] = []
     with torch.cuda.device(device) if cuda else nullcontext():
         cases = suite.cases(options.component, tokens, shapes, device)
-        lines = [asdict(line) for line in suite.lines(cases, device, options.function, options.backend)]
-    return {"component": options.component, **_where(str(device))}, lines
+        for line in suite.lines(cases, device, options.function, options.backend):
+            if not lines or (line.function, line.case) != (lines[-1]["function"], lines[-1]["case"]):
+                print(f"{line.function}: {line.case}", file=sys.stderr, flush=True)
+            lines.append(asdict(line))
+            if options.json not in (None, "-"):
+                write_json(options.json, {**where, "timings": lines})
+    return where, lines
 
 
 def _where(device: str) -> dict[str, str]:
