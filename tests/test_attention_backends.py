@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from dsv4.fast import attention as fast
-from dsv4.fast import attention_engines, attention_libraries, attention_plans, dispatch, use
+from dsv4.fast import attention_bodies as bodies
+from dsv4.fast import attention_engines, attention_libraries, attention_plans, dispatch, product_bodies, use
 from dsv4.fast.adapters import flashinfer_mla, flashmla
 from dsv4.fast.adapters.flashinfer import LIBRARY as FLASHINFER
 from dsv4.fast.dispatch import Device
@@ -459,6 +460,22 @@ def test_plans_of_our_kernels(kernels, monkeypatch):
     with use(batch_invariant=True):
         assert fast.plan_attention("decode", **SIZES, device="cpu", impl="triton").splits == 1
         assert fast.plan_attention("decode", **SIZES, **EXTRA, device="cpu", impl="triton", batch_invariant=False).splits == 4
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+def test_plans_multiply_as_was_demanded_when_they_were_made(monkeypatch, mode):
+    fixed = []
+    monkeypatch.setattr(bodies, "fixed_products", lambda *pair: fixed.append(1) or product_bodies.fixed_products(*pair))
+    given, more = plan_inputs()
+    make = partial(fast.plan_attention, mode, **SIZES, **EXTRA, device="cpu", impl="eager")
+    with use(batch_invariant=True):
+        plans = (make(), make(batch_invariant=True), make(batch_invariant=False))
+    for plan, demanded in zip((*plans, make()), (True, True, False, False), strict=True):
+        for within in (False, True):
+            fixed.clear()
+            with use(batch_invariant=within):
+                same(plan.run(*given, **more), reference.paged_attention(*given, **more))
+            assert bool(fixed) is demanded
 
 
 @pytest.mark.parametrize("programs_at_once", [1, 60, 132, 192])

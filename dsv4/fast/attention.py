@@ -2,9 +2,9 @@
 
 On CUDA our kernels read packed pages as they are and hold a running softmax; FlashMLA and FlashInfer take what their kernels take, and say
 what they do not. On the CPU a running softmax over blocks of picks sums in fp64. `plan_attention` chooses once and holds what calls need.
-With our own kernels a token's result depends on its own inputs alone but in `decode_attention`, which splits picks by the number of tokens;
-on the CPU the last bit of fp64 sums depends on the batch. Under use(batch_invariant=True) neither does. Both take 64 MiB of scratch at
-most, whatever the number of tokens.
+Under use(batch_invariant=True) a token's result depends on its own inputs alone. Without it `decode_attention` splits picks by the number
+of tokens on CUDA, and fp64 sums have an order that goes by that number, which shows where they nearly cancel. Our own kernels and bodies
+take 64 MiB of scratch at most, whatever the number of tokens.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A block of up to 320 picks of some tokens is gathered, widened and multiplied; the largest score so far, the sum of weights and the weighted
 sum of values are carried from block to block and rescaled when a larger score comes (fp64 throughout: one rounding to fp32, and one to
-bf16, at the end). Products stand outside of what is compiled, and under use(batch_invariant=True) have one shape whatever the number of
-tokens (`product_bodies`), which few heads or numbers pay for. Tokens go through in chunks, so that what is held beside inputs and results
+bf16, at the end). Products stand outside of what is compiled, and have one shape whatever the number of tokens where that is demanded
+(`product_bodies`; slow with few heads and numbers). Tokens go through in chunks, so that what is held beside inputs and results
 stays below SCRATCH_BYTES for any number of tokens; smaller chunks stay in the cache. Rows of pages are decoded before: on the CPU each slot
 that a group of tokens reads once, elsewhere each pick, for nothing there may wait for the device. Source: spec A 6.1, 6.6.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import attention_checks
-from dsv4.fast import dispatch, kv_bodies
+from dsv4.fast import kv_bodies
 from dsv4.fast.compiled import run_eagerly
 from dsv4.fast.product_bodies import fixed_products
 from dsv4.formats import KV_LAYOUTS, align
@@ -84,8 +84,10 @@ def finish_body(peak: Tensor, total: Tensor, mixed: Tensor, sink: Tensor) -> tup
     return output.to(torch.float32).to(torch.bfloat16), (peak + torch.log(total)).to(torch.float32)
 
 
-def attend(run: Run, q: Tensor, lists: list[Picks | PagedPicks], sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and lse of one softmax over every list. Results are written chunk by chunk."""
+def attend(
+    run: Run, q: Tensor, lists: list[Picks | PagedPicks], sink: Tensor | None, scale: float, *, fixed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of one softmax over every list, by products of one shape if `fixed`. Results are written chunk by chunk."""
     tokens, heads, _ = q.shape
     output, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
     lists = [one for one in lists if _picks(one).shape[1] and _length(one)]
@@ -98,15 +100,15 @@ def attend(run: Run, q: Tensor, lists: list[Picks | PagedPicks], sink: Tensor | 
         near = [_near(run, one, first, past) for one in lists]
         for start, end in _groups(past - first, _token_bytes(q, max(_width(one.indices.shape[1]) for one in near)), CHUNK_BYTES):
             here = slice(first + start, first + end)
-            state = _attend_chunk(run, q[here], [one._replace(indices=one.indices[start:end]) for one in near], factor)
+            state = _attend_chunk(run, q[here], [one._replace(indices=one.indices[start:end]) for one in near], factor, fixed)
             output[here], lse[here] = run(finish_body, *state, sinks)
     return output, lse
 
 
-def _attend_chunk(run: Run, q: Tensor, lists: list[Picks], factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_chunk(run: Run, q: Tensor, lists: list[Picks], factor: Tensor, fixed: bool) -> tuple[Tensor, Tensor, Tensor]:
     peak = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float64)
     total, mixed = torch.zeros_like(peak), q.new_zeros(q.shape, dtype=torch.float64)
-    wide, fixed, first = q.to(torch.float64), dispatch.batch_invariant(), True
+    wide, first = q.to(torch.float64), True
     for one in lists:
         width = _width(one.indices.shape[1])
         for column in range(0, one.indices.shape[1], width):
@@ -117,13 +119,16 @@ def _attend_chunk(run: Run, q: Tensor, lists: list[Picks], factor: Tensor) -> tu
                 peak, total, kept, weights = run(weigh_body, dots, picks, peak, total, factor)
                 if not first:
                     mixed *= kept[..., None]
-                mixed = mixed.add_(fixed_products(weights, values)) if fixed else mixed.baddbmm_(weights, values)
+                if fixed:
+                    mixed += fixed_products(weights, values)
+                else:
+                    mixed.baddbmm_(weights, values)
                 first = False
     return peak, total, mixed
 
 
 def _gathered(run: Run, rows: Tensor, picks: Tensor) -> Tensor:
-    """As `gather_body`, which takes three passes uncompiled: on a CPU the few rows that are absent can be counted."""
+    """As `gather_body`, which takes three passes uncompiled: on a CPU nothing keeps from asking which rows are absent."""
     if run is not run_eagerly or rows.device.type != "cpu":
         return run(gather_body, rows, picks)  # type: ignore[no-any-return]
     present = (picks >= 0) & (picks < rows.shape[0])

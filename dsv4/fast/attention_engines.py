@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4.fast import attention_bodies as bodies
+from dsv4.fast import dispatch
 from dsv4.fast.adapters import flashinfer_mla
 from dsv4.fast.attention_bodies import PagedPicks, Picks
 from dsv4.formats import KV_LAYOUTS
@@ -103,16 +104,17 @@ def empty_pair(q: Tensor) -> Pair:
 
 
 class Blocks:
-    """inductor and eager. They hold nothing; a run has scratch of its own."""
+    """inductor and eager. They hold nothing but whether batch invariance was demanded; a run has scratch of its own."""
 
     splits = 1
 
     def __init__(self, run: Callable[..., Any], _: Sizes) -> None:
         self._run = run
+        self._fixed = dispatch.batch_invariant()
 
     def run(self, call: Given, out: Pair | None) -> Pair:
         """Output and lse."""
-        result = bodies.attend(self._run, call.q, list(call.lists), call.sink, call.scale)
+        result = bodies.attend(self._run, call.q, list(call.lists), call.sink, call.scale, fixed=self._fixed)
         return result if out is None else (out[0].copy_(result[0]), out[1].copy_(result[1]))
 
 

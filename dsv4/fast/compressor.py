@@ -27,7 +27,8 @@ def project(x: Tensor, wkv: Tensor, wgate: Tensor, *, impl: str | None = None) -
         impl: a backend by name, else the device's default.
 
     Returns:
-        Projected(values, scores), fp32 [tokens, width]. A token's bits do not depend on the others of the call.
+        Projected(values, scores), fp32 [tokens, width]. A token's bits do not depend on the others of the call on CUDA, and on a CPU under
+        use(batch_invariant=True).
 
     Raises:
         ArgumentError: wrong dtypes or shapes, tensors that require grad.

@@ -165,7 +165,7 @@ def use(
     Args:
         impl: one backend ("triton"), or a mapping from component ("routing") or function ("attention.sparse_attention") to backend. One
             backend for everything, or for a component, goes to the functions that have it; the others keep their default.
-        batch_invariant: refuse implementations whose rows depend on the batch around them.
+        batch_invariant: refuse implementations whose rows depend on the batch around them, but for those that can do without.
         deterministic: refuse implementations whose bits may differ from run to run.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsv4.fast import dispatch
 from dsv4.fast.row_bodies import rms_body, rounded
 
-SOME = 64  # rows of a product at most: 8 MiB in fp64 of 4 x 4096
+MOST_ROWS = 64  # of a product: 8 MiB in fp64 of 4 x 4096
 ROWS = 8  # of a product of one shape, a single one where fn has FEW mixes or less
 FEW = 8
 TF32_KEPT = ~0x1FFF  # the bits of an fp32 number that TF32 has
@@ -64,10 +64,12 @@ def statistics(streams: Tensor, fn: Tensor, eps: float, precision: str) -> Tenso
 def _sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """fp64 products [tokens, mixes] of rows with fn, and sums of squares [tokens]."""
     totals, squares = weight.new_empty(len(x), len(weight)), weight.new_empty(len(x))
-    for start in range(0, len(x), SOME):
-        rows = x[start : start + SOME].double()
-        torch.mm(rows, weight.T, out=totals[start : start + SOME])
-        torch.sum(rows.square_(), 1, out=squares[start : start + SOME])
+    block = weight.new_empty(min(len(x), MOST_ROWS), x.shape[1])
+    for start in range(0, len(x), MOST_ROWS):
+        part = slice(start, start + MOST_ROWS)
+        rows = block[: len(x) - start].copy_(x[part])
+        torch.mm(rows, weight.T, out=totals[part])
+        torch.sum(rows.square_(), 1, out=squares[part])
     return totals, squares
 
 

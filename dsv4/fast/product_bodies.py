@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-HEIGHT, WIDTH = 1024, 256  # of a product where shapes may depend on the number of rows
+HEIGHT, WIDTH = 512, 256  # of a product where shapes may depend on the number of rows
 MATRICES = 16  # of one call on a device that has a launch for each
 
 

@@ -2,7 +2,7 @@
 
 The triton row of `route` is one launch (`kernels/route.py`). The inductor row is the same chain from compiled bodies: scores, ids and
 weights in one graph, then whatever the arguments ask for. Every row gives the same bits, whatever the batch: keys are integers, sums have
-a stated order.
+a stated order, but for logits by BLAS, which have one under use(batch_invariant=True) alone.
 """
 
 from __future__ import annotations
