@@ -92,7 +92,7 @@ def groups(seed):
 
 
 def groups_fp8(seed):
-    o, w = coded((ROWS, 2, 1024), 128, -1, seed), coded((2, 160, 1024), 128, 1, seed + 1, 128)
+    o, w = coded((ROWS, 2, 2048), 128, -1, seed), coded((2, 160, 2048), 128, 1, seed + 1, 128)
     return lambda rows, impl: (output_projection.project_groups(Quantized(o.codes[rows], o.scales[rows]), *w, impl=impl),)
 
 
@@ -157,7 +157,7 @@ CASES = {
     "mix_statistics": Case(EAGER, statistics(4, 256, 24)),
     "mix_statistics_of_one_row": Case(EAGER, statistics(4, 130, 8)),
     "mix_statistics_compensated": Case(EAGER, statistics(4, 256, 24, "tf32_compensated")),
-    "linear_fp8": Case(BOTH, linear_fp8(300, 1024, 128)),
+    "linear_fp8": Case(BOTH, linear_fp8(300, 2048, 128)),
     "linear_fp8_narrow": Case(EAGER, linear_fp8(5, 4096, 32)),
     "linear_mxfp8": Case(BOTH, linear_mxfp8),
     "project_groups": Case(EAGER, groups),
@@ -187,7 +187,7 @@ def test_rows_are_the_same_in_any_batch(name, impl, threads):
         run = case.run(seed)
         with use(batch_invariant=True):
             whole = run(list(range(ROWS)), impl)
-            assert (whole[case.cancelled] != 0).double().mean() > 0.02  # something is left of the sums; how much, the BLAS decides
+            assert (whole[case.cancelled] != 0).double().mean() > 0.1  # something is left of the sums
             for rows in BATCHES:
                 for expected, got in zip(whole, run(rows, impl), strict=True):
                     assert torch.equal(expected[rows], got), f"{len(rows)} rows"

@@ -1,7 +1,7 @@
 """`dsv4 bench COMPONENT`: every implementation that runs here, beside raw library calls, the reference and the limit of the memory.
 
 Benchmarks are no part of the wheel: they are the package `benchmarks` of a checkout, which has the shapes and the stop-watch. Each case is
-named on standard error as it begins, and a file of JSON is written anew with each line: what is stopped keeps what it has measured.
+named on standard error as it goes, and a file of JSON is written anew with each line: what is stopped keeps what it has measured.
 """
 
 from __future__ import annotations
