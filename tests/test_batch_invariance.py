@@ -111,12 +111,12 @@ def index(seed, heads=64, entries=200):
 
 
 def sparse(heads, dim, scores):
-    """Tokens whose one score cancels, which lse shows, or whose values do, in an output of equal weights."""
+    """Tokens of so many scores that cancel, which lse shows; of none, whose values do, in an output of equal weights."""
 
     def made(seed):
         if scores:
             q, kv = (part.bfloat16() for part in cancelling.pair((ROWS, heads, dim), (50, dim), seed))
-            picks = torch.randint(0, 50, (ROWS, 1), generator=generator(seed + 2)).int()
+            picks = torch.randint(0, 50, (ROWS, scores), generator=generator(seed + 2)).int()
         else:
             q, half = torch.zeros(ROWS, heads, dim).bfloat16(), cancelling.spread((40, dim), seed).bfloat16()
             kv = torch.cat([half, -half])
@@ -163,10 +163,11 @@ CASES = {
     "project_groups": Case(EAGER, groups),
     "project_groups_fp8": Case(BOTH, groups_fp8),
     "index_logits": Case(EAGER, index),
-    "attention_scores": Case(EAGER, sparse(64, 512, True), 1),
-    "attention_scores_small": Case(EAGER, sparse(3, 64, True), 1),
-    "attention_values": Case(EAGER, sparse(64, 512, False)),
-    "attention_values_of_one_head": Case(EAGER, sparse(1, 512, False)),
+    "attention_scores": Case(EAGER, sparse(64, 512, 1), 1),
+    "attention_scores_small": Case(EAGER, sparse(3, 64, 1), 1),
+    "attention_scores_many": Case(EAGER, sparse(8, 512, 32), 1),
+    "attention_values": Case(EAGER, sparse(64, 512, 0)),
+    "attention_values_of_one_head": Case(EAGER, sparse(1, 512, 0)),
     "attention_of_two_blocks": Case(EAGER, two_blocks, 1),
     "paged_attention": Case(EAGER, paged),
 }
