@@ -177,6 +177,29 @@ def test_flashmla_reads_rows_as_they_are_if_one_list_has_them(mla):
     assert mla.calls[-1][2] == (50, 1, 512)
 
 
+def test_flashmla_reads_a_list_as_it_is(mla, monkeypatch):
+    """Numbers of no row are passed over by the kernel, which its proof has seen; what it cannot read is put in its form before."""
+    q, kv, indices = queries(2, 64), normal(50, 512).bfloat16(), picks_of(50, 2, 128)
+    indices[0, 3:8] = torch.tensor([50, -7, 2**31 - 1, -(2**31), 1000])
+    expected = reference.sparse_attention(q, kv, indices)
+    put, seen = attention_libraries.put_picks, []
+    monkeypatch.setattr(attention_libraries, "put_picks", lambda *given: seen.append(given) or put(*given))
+    near(fast.sparse_attention(q, kv, indices, impl="flashmla"), expected)
+    assert not seen
+    wide = torch.full((2, 256), 7, dtype=torch.int32)
+    wide[:, :128] = indices
+    for other, options in (
+        (wide[:, :128], {}), (wide[:, :100], {}), (indices, {"lengths": torch.tensor([128, 5], dtype=torch.int32)}),
+    ):  # fmt: skip
+        want = reference.sparse_attention(q, kv, other, **options)
+        near(fast.sparse_attention(q, kv, other, impl="flashmla", **options), want)
+        assert len(seen) == 1
+        seen.clear()
+    monkeypatch.setattr(flashmla, "ANY_PICK", ())
+    near(fast.sparse_attention(q, kv, indices, impl="flashmla"), expected)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(
     ("heads", "lists", "chosen"), [(64, 1, "flashmla"), (128, 1, "flashmla"), (32, 1, "triton"), (64, 2, "triton"), (16, 2, "triton")]
 )

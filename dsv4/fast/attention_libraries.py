@@ -208,8 +208,10 @@ class FlashMLARows:
         q, sink = self._padded.fill(call.q, call.sink)
         one = call.lists[0]
         if self._buffer is None and isinstance(one, Picks):
-            rows, picks = aligned(one.rows), one.indices.new_empty((len(q), self._width), dtype=torch.int32)
-            put_picks(one, picks)
+            rows, picks = aligned(one.rows), one.indices
+            if not flashmla.reads_picks(picks, one.lengths):
+                picks = picks.new_empty((len(q), self._width), dtype=torch.int32)
+                put_picks(one, picks)
         else:
             assert self._buffer is not None
             rows, picks = self._buffer.rows, self._picks[: len(q)]

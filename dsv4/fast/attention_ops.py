@@ -179,7 +179,7 @@ def _attention(name: str, schema: str, call: Callable[..., Pair], mla: Implement
     ops.define(name, schema, _fake_pair)
     dispatch.register(
         f"attention.{name}",
-        own("triton", FROM_80, takes, partial(call, engines["triton"]), verified=()),
+        own("triton", FROM_80, takes, partial(call, engines["triton"]), verified=("SM90",)),
         mla,
         Implementation(
             "flashinfer",
@@ -190,7 +190,7 @@ def _attention(name: str, schema: str, call: Callable[..., Pair], mla: Implement
             graph_safe=False,
             library=flashinfer.LIBRARY,
             symbol=flashinfer_mla.MLA,
-            verified=(),
+            verified=("SM90",),
             unclaimed=(("mean", "it keeps the parts of a split in bf16, and a mean of parts is rounded twice"),),
         ),
         *_everywhere(call, engines["inductor"], engines["eager"]),
@@ -236,13 +236,13 @@ _attention("prefill_attention", PAGED, _paged, _flashmla(_paged, "prefill_attent
 ops.define("draft_attention", DRAFT, _fake_pair)
 dispatch.register(
     "attention.draft_attention",
-    Implementation("triton", FROM_80, takes, _triton_draft, verified=()),
+    Implementation("triton", FROM_80, takes, _triton_draft, verified=("SM90",)),
     *_everywhere(_draft, partial(Blocks, run_compiled), partial(Blocks, run_eagerly)),
 )
 ops.define("merge_splits", "(Tensor outputs, Tensor lses, Tensor? sink) -> (Tensor, Tensor)", _fake_merge)
 dispatch.register(
     "attention.merge_splits",
-    Implementation("triton", FROM_80, takes_parts, _triton_merge, verified=()),
+    Implementation("triton", FROM_80, takes_parts, _triton_merge, verified=("SM90",)),
     *_everywhere(_merge, run_compiled, run_eagerly, products=False),
 )
 ops.define(

@@ -168,7 +168,7 @@ def _norm_fits(arguments: Mapping[str, Any]) -> str | None:
 
 def of_cuda(call: Callable[..., Any], arguments: dispatch.ArgumentRule = any_arguments) -> Implementation:
     """Our own kernels."""
-    return Implementation("triton", cuda_from(8, 0), arguments, call, verified=())
+    return Implementation("triton", cuda_from(8, 0), arguments, call, verified=("SM90",))
 
 
 def of_any(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> tuple[Implementation, ...]:
@@ -203,9 +203,9 @@ dispatch.register(
         prepare=_prepare_deepgemm,
         library=deepgemm_linear.LIBRARY,
         symbol=deepgemm_linear.GEMM,
-        verified=(),
+        verified=("SM90",),
     ),
-    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_fp8, prepare=_prepare_triton, verified=()),
+    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_fp8, prepare=_prepare_triton, verified=("SM90",)),
     *of_blas(bodies.linear_fp8),
 )
 dispatch.register(
@@ -232,7 +232,7 @@ dispatch.register(
         symbol=deepgemm_linear.MXFP8,
         verified=(),
     ),
-    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_mxfp8, prepare=_prepare_triton_pairs, verified=()),
+    Adaptive("triton", cuda_from(8, 0), any_arguments, _triton_mxfp8, prepare=_prepare_triton_pairs, verified=("SM90",)),
     *of_blas(bodies.linear_mxfp8),
 )
 dispatch.register("linear.norm_quantize", of_cuda(_triton_norm, _norm_fits), *of_any(_norm))

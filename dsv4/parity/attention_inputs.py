@@ -88,7 +88,7 @@ def sizes(forms: Sequence[Spec], kinds: Sequence[str], **fixed: Strategy) -> Str
         "kind": st.sampled_from(list(kinds)),
         "tokens": st.one_of(st.integers(1, 7), st.sampled_from([33])),
         "heads": st.sampled_from([1, 3, 8, 16]),
-        "picks": st.sampled_from([4, 16, 40, 130]),
+        "picks": st.sampled_from([4, 16, 40, 128, 130]),
         "extra_picks": st.sampled_from([1, 9, 64]),
         "power": st.sampled_from([0, -3, 3]),
         "sink": st.sampled_from(["drawn", "none", "equal", "large"]),

@@ -24,6 +24,7 @@ METADATA = "get_mla_metadata"
 HEADS = (64, 128)
 DIM = 512
 ROW_PICKS, PAGE_PICKS = 128, 64  # what a number of picks is a multiple of, over rows and over pages
+ANY_PICK = ((9, 0),)  # capabilities whose kernels over rows are seen to pass over every number that is none of a row
 PAGED = {  # layouts that a token's picks come from, main and extra, and whether their kernel is a legacy one, by capability
     (9, 0): {("v4", "v4"): True},
     (10, 0): {
@@ -59,7 +60,7 @@ def sparse_forward(q: Tensor, kv: Tensor, indices: Tensor, scale: float, sink: T
     Args:
         q: [queries, heads, 512], bf16, 64 or 128 heads.
         kv: [entries, 1, 512], bf16.
-        indices: [queries, 1, picks], int32, -1 for none; picks a multiple of 128.
+        indices: [queries, 1, picks], int32, -1 for none; picks a multiple of 128. Other numbers that are of no row: see ANY_PICK.
         scale: of the logits.
         sink: [heads], fp32: a logit without a value; None for none.
 
@@ -121,6 +122,12 @@ def takes_as_given(arguments: Mapping[str, Any]) -> str | None:
     return None if arguments["extra_indices"] is None else "its kernels have one list"
 
 
+def reads_picks(indices: Tensor, lengths: Tensor | None) -> bool:
+    """Whether a list [queries, picks] goes to `sparse_forward` as it is, whatever numbers it holds."""
+    lies = indices.dtype == torch.int32 and indices.is_contiguous() and indices.shape[1] > 0 and indices.shape[1] % ROW_PICKS == 0
+    return lies and lengths is None and indices.data_ptr() % 16 == 0 and _device(indices).capability in ANY_PICK
+
+
 def takes_pages(arguments: Mapping[str, Any]) -> str | None:
     """What keeps `sparse_decode` from an operator's arguments: heads, layouts, pages."""
     if (reason := takes_heads(arguments)) is not None:
@@ -174,9 +181,13 @@ def _thousandths(lse: Tensor) -> Tensor:
 
 def _probe_sparse_forward(device: torch.device) -> str | None:
     rows = torch.arange(1.0, 9.0)[:, None] * torch.tensor(PATTERN).repeat(128)
+    memory = torch.full((16, 1, DIM), torch.nan, dtype=torch.bfloat16)
+    memory[4:12] = rows[:, None].to(torch.bfloat16)
     indices = torch.full((2, 1, 128), -1, dtype=torch.int32)
     indices[0, 0, :3], indices[1, 0, :3] = torch.tensor([1, 3, 4]), torch.tensor([2, 5, 0])
-    given = _queries(device), rows[:, None].to(torch.bfloat16).to(device), indices.to(device)
+    if describe(device).capability in ANY_PICK:
+        indices[0, 0, 3:7], indices[1, 0, 120:124] = torch.tensor([-2, -4, 8, 11]), torch.tensor([11, -3, 8, -4])
+    given = _queries(device), memory.to(device)[4:12], indices.to(device)
     sink = torch.zeros(64, device=device)
     want = as_bytes(UNIFORM * 64 + (LARGEST + OTHER) * 32, torch.bfloat16), as_bytes(LSES, torch.int32)
 
