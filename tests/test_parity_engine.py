@@ -653,6 +653,20 @@ def test_every_contract_is_well_formed():
 
 
 @pytest.mark.parametrize("component", contracts.components())
+def test_every_usable_backend_is_held(component):
+    """Rows that are not batch-invariant too: these are held to everything but that, those that can be so to that as well."""
+    cases, _ = collect.Selection(device="cpu", profile="ci").cases(component)
+    held = {(case.contract.name, case.candidate.backend) for case in cases if isinstance(case.candidate, Candidate)}
+    contracted = {contract.name for contract in contracts.for_component(component)}
+    statuses = [status for status in dsv4.fast.backends("cpu") if status.function in contracted]
+    assert {(status.function, status.backend) for status in statuses if status.usable} <= held
+    batched = {(case.contract.name, case.candidate.backend) for case in cases if case.item.label.startswith("batch")}
+    claimed = {(status.function, status.backend) for status in statuses if status.usable and status.batch_invariant}
+    asked = {contract.name for contract in contracts.for_component(component) for row in contract.invariants if row.name == "batch"}
+    assert {pair for pair in claimed if pair[0] in asked} <= batched
+
+
+@pytest.mark.parametrize("component", contracts.components())
 def test_the_suite_kills_every_mutant(component):
     scores = mutants.score([component], loosely=False)
     assert [score.mutant.id for score in scores if not score.killed_by] == []

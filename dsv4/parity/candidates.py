@@ -75,7 +75,12 @@ def ours(contract: Contract, device: torch.device, backend: str | None = None, *
 
     function = getattr(getattr(dsv4.fast, contract.component), contract.function)
     with dsv4.fast.use(batch_invariant=True):  # a row may claim it where that is demanded, and is held to it under the demand
-        statuses = [status for status in dsv4.fast.backends(device) if status.function == contract.name]
+        claims = {(status.function, status.backend): status.batch_invariant for status in dsv4.fast.backends(device)}
+    statuses = [
+        status._replace(batch_invariant=claims[status.function, status.backend])
+        for status in dsv4.fast.backends(device)
+        if status.function == contract.name
+    ]
     if not statuses:
         host = Candidate("default", function, "host", f"torch {torch.__version__}", may_refuse=False)
         return [host if backend in (None, "host") else Absent(backend, f"{contract.name} is host work and has no backends")]
