@@ -23,7 +23,7 @@ from dsv4.parity import bounds, collect, compare, contracts, engine, invariants,
 from dsv4.parity.candidates import Candidate
 from dsv4.parity.contracts import Call, Contract, Domain, Invariant, Output, Rows
 from dsv4.parity.levels import Level
-from dsv4.types import ArgumentError, Unsupported
+from dsv4.types import ArgumentError, Placement, Unsupported
 
 pytest_plugins = "pytester"
 CPU = torch.device("cpu")
@@ -673,6 +673,45 @@ def test_the_suite_kills_every_mutant(component):
     functions = len(contracts.for_component(component))
     assert len(scores) >= 3 * functions + 4
     assert len({score.mutant.id for score in scores}) == len(scores)
+
+
+@pytest.mark.parametrize("component", contracts.components())
+def test_what_kills_a_mutant_does_not_kill_the_reference(component):
+    for contract in contracts.for_component(component):
+        itself = mutants.Mutant("itself", component, contract.function, contract.refer(), "none")
+        assert mutants.score_one(contract, itself, CPU, loosely=False).killed_by == "", contract.name
+
+
+@pytest.mark.parametrize("table", ["physical_to_logical", "replicas", "counts"])
+@pytest.mark.parametrize("name", ["eplb.map_to_physical", "routing.route"])
+def test_tables_of_a_placement_are_inputs(name, table):
+    contract = contracts.find(name)
+
+    def writes(*args, **kwargs):
+        result = contract.refer()(*args, **kwargs)
+        next(value for value in (*args, *kwargs.values()) if isinstance(value, Placement))._asdict()[table].neg_()
+        return result
+
+    item = next(item for item in contract.invariants if item.name == "inputs_unchanged")
+    found = engine.check(contract, item, Candidate("writes", writes), CPU, shrink=False)
+    assert found.result == "failed"
+    assert f"placement.{table}" in found.message
+
+
+def test_an_output_without_a_row_is_a_tensor_like_the_references():
+    def reference(x):
+        return x + 1, x + 2
+
+    drawn, other = (
+        Domain(name, lambda spec, device: Call((torch.arange(3, device=device),)), strategies.specs(seed=strategies.seeds()))
+        for name in ("drawn", "other")
+    )
+    rows = Output("first", Level.E0, ""), Output("second", Level.E0, "", ("other",))
+    contract = Contract("made", "up", (drawn, other), rows, reference=reference)
+    assert checked(contract, reference, "drawn").result == "passed"
+    assert checked(contract, lambda x: (x + 1, x + 3), "drawn").result == "passed"
+    assert "second" in checked(contract, lambda x: (x + 1, x.float()), "drawn").message
+    assert "second" in checked(contract, lambda x: (x + 1, x[:2]), "drawn").message
 
 
 def test_an_optional_output_may_be_none_and_only_where_the_reference_says_so():

@@ -8,7 +8,7 @@ import pytest
 
 import dsv4.fast  # noqa: F401
 from dsv4.fast import dispatch
-from dsv4.parity import receipts
+from dsv4.parity import contracts, receipts
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = sorted(ROOT.joinpath("receipts").glob("*.json"))
@@ -98,6 +98,17 @@ def test_a_receipt_is_stale_when_a_source_changes(monkeypatch, tmp_path):
     assert not any(name.startswith("reference/scales") for name in files)
     receipt["components"]["scales"]["sources"] = "0" * 64
     assert receipts.stale(receipt) == ["scales"]
+
+
+def test_kernels_and_what_a_contract_imports_are_sources():
+    """Kernels are imported when one is launched, by a name that a call gets."""
+    behind = {path.relative_to(receipts.ROOT).as_posix() for component in contracts.components() for path in receipts.sources(component)}
+    kernels = {path.relative_to(receipts.ROOT).as_posix() for path in receipts.ROOT.glob("fast/kernels/*.py")}
+    assert kernels - behind == {"fast/kernels/__init__.py"}
+    assert {f"fast/adapters/{name}.py" for name in ("deepgemm_mqa", "deepgemm_linear", "flashinfer_mla", "flashmla")} <= behind
+    of = {path.relative_to(receipts.ROOT).as_posix() for path in receipts.sources("attention")}
+    assert {"fast/kernels/attention_hopper.py", "parity/attention_inputs.py", "parity/attention_bounds.py", "parity/invariants.py"} <= of
+    assert not any("linear" in name or "boundary" in name for name in of if name.startswith("fast/kernels"))
 
 
 def test_what_a_candidate_refuses_is_not_claimed():

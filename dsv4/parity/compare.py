@@ -31,7 +31,7 @@ class Comparison:
 
 def compare_bytes(expected: Tensor, actual: Tensor, *, strides: bool = False, any_nan: bool = False) -> Comparison:
     """Equal dtype, shape and bytes (and strides, if asked): levels E0, E1 and E2. With `any_nan` all NaN count as the same bytes."""
-    mismatch = _metadata(expected, actual, strides)
+    mismatch = metadata(expected, actual, strides)
     if mismatch:
         return Comparison(False, mismatch, elements=expected.numel())
     wrong = as_integers(expected) != as_integers(actual)
@@ -69,7 +69,7 @@ def compare_bound(exact: Tensor, actual: Tensor, bound: Tensor, *, independent: 
 
 def compare_choice(expected: Tensor, actual: Tensor, permitted: Tensor) -> Comparison:
     """Every element of a decision is permitted: level E4."""
-    mismatch = _metadata(expected, actual, strides=False)
+    mismatch = metadata(expected, actual, strides=False)
     if mismatch or bool(permitted.all()):
         return Comparison(not mismatch, mismatch, elements=expected.numel())
     return _described("a choice that the bound does not permit", expected, actual, ~permitted.expand(expected.shape))
@@ -115,7 +115,8 @@ def _ordered(tensor: Tensor) -> Tensor:
     return torch.where(negative, -magnitude, magnitude)
 
 
-def _metadata(expected: Tensor, actual: Tensor, strides: bool) -> str:
+def metadata(expected: Tensor, actual: Tensor, strides: bool = False) -> str:
+    """What differs beside the elements: dtype, shape, device, and strides if asked; nothing if nothing does."""
     if expected.dtype != actual.dtype:
         return f"dtype {actual.dtype}, expected {expected.dtype}"
     if expected.shape != actual.shape:

@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import platform
+import re
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from dsv4.parity.report import Data, ordered
 
 VERSION = 1
+MODULE = re.compile(r"[a-z_]+[a-z0-9_.]*")
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = {"receipt", "profile", "environment", "components", "not_claimed", "times"}
 ROW_KEYS = {"function", "output", "level", "domain", "cases", "max_ulp", "share", "candidate", "backend", "version", "result"}
@@ -99,7 +101,7 @@ def stale(receipt: Data) -> list[str]:
 
 
 def source_hash(component: str) -> str:
-    """SHA-256 of everything in dsv4 that a component's two implementations import, and of its contract."""
+    """SHA-256 of everything in dsv4 that a component's two implementations and its contract import."""
     digest = hashlib.sha256()
     for path in sources(component):
         digest.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes().replace(b"\r\n", b"\n"))
@@ -107,24 +109,27 @@ def source_hash(component: str) -> str:
 
 
 def sources(component: str) -> Sequence[Path]:
-    """The files behind a component: reference, fast and contract, and what the first two import from dsv4, in order."""
-    waiting = [ROOT / side / f"{component}.py" for side in ("reference", "fast")]
+    """The files behind a component: reference, fast and contract, and what they import from dsv4, in order."""
+    waiting = [ROOT / side / f"{component}.py" for side in ("reference", "fast", "parity/components")]
     found: set[Path] = set()
     while waiting:
         path = waiting.pop()
         if path.is_file() and path not in found:
             found.add(path)
             waiting += _imports(path)
-    contract = ROOT / "parity" / "components" / f"{component}.py"
-    return sorted(found | ({contract} if contract.is_file() else set()))
+    return sorted(found)
 
 
 def _imports(path: Path) -> list[Path]:
+    """Modules by their statements and, of dsv4.fast, by the names that a call gets: kernels are imported when one is launched."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and path.is_relative_to(ROOT / "fast"):
+            given = [argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)]
+            names += [name if name.startswith("dsv4.") else f"dsv4.fast.kernels.{name}" for name in given if MODULE.fullmatch(name)]
     # A package's __init__ lists every component, which says nothing of this one: it is left out.
     return [ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in names if name.startswith("dsv4.")]

@@ -7,16 +7,44 @@ number of classes drawn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsv4.parity.contracts import Call
 from dsv4.parity.strategies import generator, random_bits, relaid
 from dsv4.placement import make_placement
 from dsv4.types import Placement
 
 MOST_REPLICAS = 4  # columns of every placement's table, so that compilers see one shape
 Maker = Callable[[int, int, torch.Generator], Tensor]
+
+
+class PlacedCall(Call):
+    """A call whose placement's tables count as tensors: "placement.counts" and the others, wherever the placement stands."""
+
+    def _place(self) -> int | str:
+        named: list[tuple[int | str, Any]] = [*enumerate(self.args), *self.kwargs.items()]
+        return next(name for name, value in named if isinstance(value, Placement))
+
+    def __getitem__(self, argument: int | str) -> Any:
+        _, dot, table = str(argument).partition(".")
+        return getattr(super().__getitem__(self._place()), table) if dot else super().__getitem__(argument)
+
+    def replace(self, argument: int | str, value: Any) -> PlacedCall:
+        """The same call with one argument, or a table, changed."""
+        _, dot, table = str(argument).partition(".")
+        if dot:
+            argument = self._place()
+            value = super().__getitem__(argument)._replace(**{table: value})
+        plain = super().replace(argument, value)
+        return PlacedCall(plain.args, plain.kwargs)
+
+    def tensors(self) -> dict[int | str, Tensor]:
+        """Every argument that is a tensor, and the tables."""
+        tables = super().__getitem__(self._place())._asdict()
+        return super().tensors() | {f"placement.{name}": table for name, table in tables.items() if table is not None}
 
 
 def _normal(rows: int, experts: int, source: torch.Generator) -> Tensor:

@@ -107,7 +107,7 @@ def _compress() -> Contract:
             *invariants.on("exact_heavy", "run_to_run", "poisoned_output"),
         ),
         exact=unrounded(compressor.compress),
-        not_claimed=("two requests with one state row",),
+        not_claimed=("two requests with one state row", "pooled numbers of infinite and NaN inputs, and beside offsets out of order"),
     )
 
 

@@ -63,7 +63,7 @@ def _map(algorithm: str, experts: int, k: int, ids: str = "int32", words: str = 
         given = routing_rows.expert_ids(spec["rows"], k, experts, spec["seed"], getattr(torch, ids))
         options = dispatch_options(algorithm, (spec["rows"], k), experts, spec, device, words)
         table = options.pop("placement")
-        return Call((given.to(device), table), options)
+        return routing_rows.PlacedCall((given.to(device), table), options)
 
     specs = strategies.specs(rows=strategies.rows(130), **table_specs(), seed=strategies.seeds())
     return Domain(algorithm if ids == "int32" else f"{algorithm}_{ids}", build, specs, why=f"{k} of {experts} experts, ids with holes")

@@ -25,6 +25,7 @@ from dsv4.parity.contracts import Call, Contract, Domain, Output, Rows, Spec
 from dsv4.parity.exact import unrounded
 from dsv4.parity.gate_contract import gate_logits, row_classes
 from dsv4.parity.levels import Level
+from dsv4.parity.routing_rows import PlacedCall
 from dsv4.reference import routing
 from dsv4.types import ScalePlacement
 
@@ -300,7 +301,8 @@ def _route(name: str, experts: int, k: int, why: str, **form: Any) -> Domain:
         if "live" in form:
             options["live_rows"] = _live({**spec, "live_as": form["live"]}, device)
         options["counts"] = _counters(physical, spec, device)
-        return Call((_scored(spec, experts).to(device), k), options)
+        kind = PlacedCall if "placement" in options else Call
+        return kind((_scored(spec, experts).to(device), k), options)
 
     more = _biases(text, image)
     if physical > experts:

@@ -113,7 +113,7 @@ def added_mask(logits: Tensor, blocks: Tensor, *, block: int = 8) -> Tensor:
 
 def last_entry_lost(logits: Tensor, blocks: Tensor, *, block: int = 8) -> Tensor:
     kept = right.restrict_to_blocks(logits, blocks, block=block)
-    return kept.index_fill(1, torch.arange(block - 1, logits.shape[1], block), -torch.inf)
+    return kept.index_fill(1, torch.arange(logits.shape[1])[block - 1 :: block], -torch.inf)
 
 
 def chosen(function: Callable[..., Tensor], change: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]) -> Callable[..., Tensor]:

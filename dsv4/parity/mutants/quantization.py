@@ -212,7 +212,8 @@ def _byte_zero_gives_zero(codes: Tensor, scales: Tensor, group: Any, **options: 
 
 def _words_from_the_top(codes: Tensor, scales: Tensor, group: Any, **options: Any) -> Tensor:
     if options.get("scale_layout") == "packed" and scales.numel():
-        scales = scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 4)).flip(-1).flatten(-2).view(torch.int32)
+        turned = scales.clone(memory_format=torch.contiguous_format).unsqueeze(-1).view(torch.uint8).flip(-1)
+        scales = scales.clone().copy_(turned.contiguous().view(torch.int32).squeeze(-1))
     return right.dequantize(codes, scales, group, **options)
 
 
