@@ -193,6 +193,31 @@ def test_boundary_equals_its_own_steps(carried, impl):
         same(tuple(codes[4:]), tuple(quantize_fp8(normed, 32, scale_layout=layout, impl=impl)))
 
 
+def test_a_known_kind_does_not_reach_the_operator(monkeypatch):
+    """Single collapses run at once what the first call chose, with the same bits; other numbers of tokens, eps or words do not."""
+    streams, pre = torch.randn(6, 4, 64, device=DEVICE).bfloat16(), torch.rand(6, 4, device=DEVICE)
+    head = torch.randn(4, 256, device=DEVICE), torch.rand(1, device=DEVICE), torch.rand(4, device=DEVICE)
+    calls = {
+        "_collapse_operator": lambda streams, pre, **more: fast.collapse(streams, pre, **more),
+        "_head_operator": lambda streams, _, norm_eps=1e-6, **more: fast.head_collapse(streams, *head, norm_eps=norm_eps, **more),
+    }
+    expected = [call(streams, pre) for call in calls.values()]
+
+    def reached(*_):
+        raise LookupError
+
+    for (name, call), first in zip(calls.items(), expected, strict=True):
+        monkeypatch.setattr(fast, name, reached)
+        assert torch.equal(call(streams, pre), first)
+        assert not torch.equal(call(-streams, pre), first)
+        with pytest.raises(LookupError):
+            call(streams[:5], pre[:5])
+        with pytest.raises(LookupError):
+            call(streams, pre, impl="eager")
+    with pytest.raises(LookupError):
+        calls["_head_operator"](streams, pre, norm_eps=1e-5)
+
+
 def test_inputs_with_gaps():
     given = inputs(9)
     wide = [torch.stack([value, torch.full_like(value, torch.nan)], -1)[..., 0] for value in given]

@@ -7,13 +7,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from dsv4.configs import V4_FLASH
-from dsv4.fast import compiled, use
+from dsv4.fast import compiled, eager_rows, use
+from dsv4.fast import hyper_connections as fast_streams
 from dsv4.fast import norms as fast
 from dsv4.fast import rotary as fast_rotary
 from dsv4.fast.adapters import flashinfer
 from dsv4.fast.norms_ops import triton_fits
-from dsv4.reference import norms, rotary
-from dsv4.types import ArgumentError, BackendUnavailable
+from dsv4.reference import hyper_connections, norms, rotary
+from dsv4.types import ArgumentError, BackendUnavailable, HeadNormPrecision
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAYS = ("triton", "inductor", "eager") if DEVICE == "cuda" else ("inductor", "eager")
@@ -163,6 +164,41 @@ def test_operators_keep_their_promises(name):
     torch.library.opcheck(getattr(torch.ops.dsv4, name).default, (*arguments, "eager"))
 
 
+@pytest.mark.parametrize("most", [1, 64, 200, 64 * 64])
+def test_chunks_of_rows(most, monkeypatch):
+    """Whatever fits into a buffer: rows one at a time, some and a rest, or all, special ones among them."""
+    monkeypatch.setattr(eager_rows, "MOST", most)
+    x, streams, pre = rows(17, 64), rows(17, 4, 64), torch.rand(17, 4, generator=generator(3)).to(DEVICE)
+    same(fast.rms_norm(x, weight(64), eps=1e-6, impl="eager"), norms.rms_norm(x, weight(64), eps=1e-6))
+    for precision in HeadNormPrecision:
+        got = fast.head_rms_norm(x, eps=1e-6, precision=precision, impl="eager")
+        same(got, norms.head_rms_norm(x, eps=1e-6, precision=precision))
+    same(fast_streams.collapse(streams, pre, impl="eager"), hyper_connections.collapse(streams, pre))
+
+
+@pytest.mark.parametrize("impl", [None, *WAYS])
+def test_a_known_kind_does_not_reach_the_operator(impl, monkeypatch):
+    """And gets the same bits, of other numbers too; another eps, width or stride is no known kind."""
+    x, w = rows(5, 64), weight(64)
+    same(fast.rms_norm(x, w, eps=1e-6, impl=impl), norms.rms_norm(x, w, eps=1e-6))
+    wide = rows(5, 128)[:, ::2]
+    same(fast.rms_norm(wide, w, eps=1e-6, impl=impl), norms.rms_norm(wide, w, eps=1e-6))
+    deep = rows(2, 3, 64)
+    same(fast.rms_norm(deep, w, eps=1e-6, impl=impl), norms.rms_norm(deep, w, eps=1e-6))
+
+    def reached(*_):
+        raise LookupError
+
+    monkeypatch.setattr(fast, "_operator", reached)
+    for other in (x, rows(5, 64, seed=8), wide, deep):
+        same(fast.rms_norm(other, w, eps=1e-6, impl=impl), norms.rms_norm(other, w, eps=1e-6))
+    for given, eps in (((x, w), 1e-5), ((x, w.float()), 1e-6), ((rows(6, 64), w), 1e-6), ((rows(5, 192)[:, ::3], w), 1e-6)):
+        with pytest.raises(LookupError):
+            fast.rms_norm(*given, eps=eps, impl=impl)
+    with pytest.raises(ArgumentError, match="requires grad"):
+        fast.rms_norm(x.clone().requires_grad_(), w, eps=1e-6, impl=impl)
+
+
 def test_chain_is_one_graph():
     def step(x, w, at):
         q = fast_rotary.norm_rope(fast.rms_norm(x, w, eps=1e-6, impl="eager"), TABLE, at, eps=1e-6, impl="eager")
@@ -215,7 +251,7 @@ def test_rows_that_triton_does_not_take():
 def test_backends_of_other_devices():
     with pytest.raises(BackendUnavailable, match="wants a CUDA device"):
         fast.rms_norm(rows(2, 64), weight(64), eps=1e-6, impl="triton")
-    with pytest.raises(ArgumentError, match="rms_norm has triton, inductor, eager"):
+    with pytest.raises(ArgumentError, match="rms_norm has triton, eager, inductor"):
         fast.rms_norm(rows(2, 64), weight(64), eps=1e-6, impl="flashinfer")
     with use(batch_invariant=True, deterministic=True):
         fast.rms_norm(rows(2, 64), weight(64), eps=1e-6)

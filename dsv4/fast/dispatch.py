@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
 
@@ -257,6 +257,11 @@ def resolve(function: str, device: torch.device, arguments: Mapping[str, Any], i
     if (reason := row.arguments(arguments)) is not None:
         raise Unsupported("impl", repr(wanted), f"{function}: {reason}", "Leave impl out to let dsv4 choose")
     return row
+
+
+def remembered(row: Implementation, tensors: int) -> Implementation:
+    """The row with its own call prepared, for arguments of which the first are so many tensors and the others numbers and words."""
+    return replace(row, prepare=lambda *arguments: lambda *given: row.call(*given, *arguments[tensors:]))
 
 
 def prepare(function: str, device: torch.device, arguments: Sequence[Any], impl: str | None) -> Callable[..., Any] | None:

@@ -46,7 +46,7 @@ def at_precision(fn: Tensor, precision: str) -> Tensor:
     if precision == "exact":
         return fn.double()
     high = _tf32(fn)
-    return high.double() if precision == "tf32" else high.double() + _tf32(fn - high)
+    return (high if precision == "tf32" else high.add_(_tf32(fn - high))).double()  # exact in fp32: a part of the bits of fn
 
 
 def _tf32(weight: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ def _sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         part = slice(start, start + MOST_ROWS)
         rows = block[: len(x) - start].copy_(x[part])
         torch.mm(rows, weight.T, out=totals[part])
-        torch.sum(rows.square_(), 1, out=squares[part])
-    return totals, squares
+        torch.linalg.vector_norm(rows, dim=1, out=squares[part])
+    return totals, squares.square_()
 
 
 def _fixed_sums(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ On CUDA `boundary` is three launches: `expand`, which writes the new streams; th
 whose number does not depend on the tokens; and one that adds the splits, makes the mix, collapses, normalises and, if asked, quantises,
 scales in their layout and pads included. On SM90, from 256 tokens on, the first two are one. The single steps are the same kernels. fn
 is multiplied whole: as three bf16 parts, whose products with bf16 streams are exact. `expand` and `collapse` have the reference's bits on
-every backend. Elsewhere inductor compiles both, and statistics and Sinkhorn are torch's operations on buffers that are used again.
+every backend. Elsewhere inductor compiles `expand`, and all else is torch's operations on buffers that are used again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4 import checks
 from dsv4 import hyper_connection_checks as check
 from dsv4.fast import hyper_connections_ops  # noqa: F401
+from dsv4.fast.recall import Memory
 from dsv4.hyper_connection_checks import identity_pre
 from dsv4.types import Boundary, BoundaryOutput, ScaleLayout, StatisticsPrecision, StreamMix
 
@@ -97,9 +98,14 @@ def collapse(streams: Tensor, pre: Tensor, *, impl: str | None = None) -> Tensor
     Raises:
         ArgumentError: wrong dtypes or shapes, tensors that require grad.
     """
+    options, tensors = (impl,), (streams, pre)
+    result: Tensor | None = _collapse.recall(options, tensors)
+    if result is not None:
+        return result
     check.collapsing(streams, pre)
     checks.no_grad(streams=streams, pre=pre)
-    result: Tensor = torch.ops.dsv4.collapse.default(streams, pre, impl)
+    result = _collapse_operator(*options, *tensors)
+    _collapse.keep(options, tensors, tensors, options)
     return result
 
 
@@ -145,9 +151,14 @@ def head_collapse(
     Raises:
         ArgumentError: wrong dtypes or shapes, a number out of range, tensors that require grad.
     """
+    options, tensors = (norm_eps, type(norm_eps), eps, type(eps), impl), (streams, fn, scale, base)  # the types: True is no eps
+    result: Tensor | None = _head.recall(options, tensors)
+    if result is not None:
+        return result
     check.head(streams, fn, scale, base, norm_eps, eps)
     checks.no_grad(streams=streams, fn=fn, scale=scale, base=base)
-    result: Tensor = torch.ops.dsv4.head_collapse.default(streams, fn, scale, base, norm_eps, eps, impl)
+    result = _head_operator(*options, *tensors)
+    _head.keep(options, tensors, (*tensors, norm_eps, eps), options)
     return result
 
 
@@ -210,3 +221,17 @@ def boundary(
     if kind is BoundaryOutput.BF16:
         return Boundary(new, pre, back, mixed, normed, None)
     return Boundary(new, pre, back, mixed, normed.view(torch.float8_e4m3fn), scales)
+
+
+def _collapse_operator(impl: str | None, *tensors: Tensor) -> Tensor:
+    result: Tensor = torch.ops.dsv4.collapse.default(*tensors, impl)
+    return result
+
+
+def _head_operator(norm_eps: float, _: type, eps: float, __: type, impl: str | None, *tensors: Tensor) -> Tensor:
+    result: Tensor = torch.ops.dsv4.head_collapse.default(*tensors, norm_eps, eps, impl)
+    return result
+
+
+_collapse = Memory("hyper_connections.collapse", _collapse_operator)
+_head = Memory("hyper_connections.head_collapse", _head_operator)

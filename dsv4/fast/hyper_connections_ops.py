@@ -1,8 +1,8 @@
 """The operators of `hyper_connections`, and what implements them.
 
 A boundary is three launches of Triton: the new streams, their statistics in splits of K, and everything after; for many tokens on SM90 it
-is two, of Gluon and Triton, unless use(batch_invariant=True) is in force. Elsewhere inductor compiles `expand` and `collapse`; statistics
-and Sinkhorn are made of torch's own operations, the same ones for every row of a table. Sums of fp64 statistics are BLAS's, whose order
+is two, of Gluon and Triton, unless use(batch_invariant=True) is in force. Elsewhere inductor compiles `expand`, and what a boundary does
+last; single collapses, statistics and Sinkhorn are made of torch's own operations. Sums of fp64 statistics are BLAS's, whose order
 goes by the number of tokens unless use(batch_invariant=True) is in force. Everything else gives a token the same bits in any batch.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.fast import dispatch, groups, ops
+from dsv4.fast import dispatch, eager_rows, groups, ops
 from dsv4.fast import hyper_connection_bodies as bodies
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_from
+from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_from, remembered
 from dsv4.formats import fp32
 
 Run = Callable[..., Any]
@@ -85,8 +85,8 @@ def _triton_split(mixes: Tensor, scale: Tensor, base: Tensor, iterations: int, e
     return result
 
 
-def _collapse(run: Run, streams: Tensor, pre: Tensor) -> Tensor:
-    result: Tensor = run(bodies.collapse_body, streams, pre) if streams.shape[0] else _fake_row(streams)
+def _collapse(run: Run, body: Callable[..., Tensor], streams: Tensor, pre: Tensor) -> Tensor:
+    result: Tensor = run(body, streams, pre) if streams.shape[0] else _fake_row(streams)
     return result
 
 
@@ -105,9 +105,11 @@ def _triton_expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Te
     return result
 
 
-def _head(run: Run, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> Tensor:
+def _head(
+    run: Run, body: Callable[..., Tensor], streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float
+) -> Tensor:
     pre = bodies.gates(_statistics(streams, fn, norm_eps, "exact"), scale, base).add_(fp32(eps)).float()
-    return _collapse(run, streams, pre)
+    return _collapse(run, body, streams, pre)
 
 
 def _triton_head(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float) -> Tensor:
@@ -200,9 +202,17 @@ def _eager(call: Callable[..., Any], kind: type[Implementation] = Implementation
     return kind("eager", any_device, any_arguments, call, verified=("cpu", "SM90"))
 
 
+def _inductor(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> Implementation:
+    return kind("inductor", any_device, any_arguments, call, verified=("cpu", "SM90"))
+
+
 def _compiled(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> tuple[Implementation, ...]:
-    inductor = kind("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90"))
-    return inductor, _eager(partial(call, run_eagerly), kind)
+    return _inductor(partial(call, run_compiled), kind), _eager(partial(call, run_eagerly), kind)
+
+
+def _collapsing(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> tuple[Implementation, ...]:
+    """Rows of what ends with a collapse, which a CPU does faster uncompiled."""
+    return _eager(partial(call, run_eagerly, eager_rows.collapse), kind), _inductor(partial(call, run_compiled, bodies.collapse_body), kind)
 
 
 ops.define("mix_statistics", "(Tensor streams, Tensor fn, float eps, str precision) -> Tensor", _fake_mixes)
@@ -228,9 +238,15 @@ ops.define(
 
 dispatch.register("hyper_connections.mix_statistics", _OF_CUDA(_triton_fits, _triton_statistics), _eager(_statistics, Adaptive))
 dispatch.register("hyper_connections.split_mix", _OF_CUDA(_triton_splits, _triton_split), _eager(_split))
-dispatch.register("hyper_connections.collapse", _OF_CUDA(_triton_fits, _triton_collapse), *_compiled(_collapse))
+dispatch.register(
+    "hyper_connections.collapse",
+    *(remembered(row, 2) for row in (_OF_CUDA(_triton_fits, _triton_collapse), *_collapsing(_collapse))),
+)
 dispatch.register("hyper_connections.expand", _OF_CUDA(_triton_fits, _triton_expand), *_compiled(_expand))
-dispatch.register("hyper_connections.head_collapse", _OF_CUDA(_triton_fits, _triton_head), *_compiled(_head, Adaptive))
+dispatch.register(
+    "hyper_connections.head_collapse",
+    *(remembered(row, 4) for row in (_OF_CUDA(_triton_fits, _triton_head), *_collapsing(_head, Adaptive))),
+)
 dispatch.register(
     "hyper_connections.boundary",
     Adaptive("triton", cuda_from(8, 0), _triton_fits, _triton_boundary, verified=("SM90",)),

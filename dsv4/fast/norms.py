@@ -1,7 +1,7 @@
 """Norms of rows and the Hadamard transform: the twin of `dsv4.reference.norms`, which has the formulas and roundings.
 
-On CUDA one Triton kernel holds a row as words of two numbers, sums their squares in fp64 and writes the row once; elsewhere inductor
-compiles one pass of the same. The transform is a butterfly of additions.
+On CUDA one Triton kernel holds a row as words of two numbers, sums their squares in fp64 and writes the row once; elsewhere torch's
+own operations work in place (`eager_rows`). The transform is a butterfly of additions, which inductor compiles there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4 import checks, norm_checks
 from dsv4.fast import norms_ops  # noqa: F401
+from dsv4.fast.recall import Memory
 from dsv4.types import HeadNormPrecision
 
 __all__ = ["hadamard", "head_rms_norm", "rms_norm"]
@@ -31,9 +32,14 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, impl: str | None = None) 
     Raises:
         ArgumentError: wrong dtypes or shapes, eps negative, NaN or beyond fp32, tensors that require grad.
     """
+    options = eps, type(eps), impl  # the type: True is no eps
+    result: Tensor | None = _rms.recall(options, (x, weight))
+    if result is not None:
+        return result
     norm_checks.rms(x, weight, eps, "bf16")
     checks.no_grad(x=x, weight=weight)
-    result: Tensor = torch.ops.dsv4.rms_norm.default(x, weight, eps, impl)
+    result = _operator(*options, x, weight)
+    _rms.keep(options, (x, weight), (x, weight, eps), options)
     return result
 
 
@@ -75,3 +81,11 @@ def hadamard(x: Tensor, *, impl: str | None = None) -> Tensor:
     checks.no_grad(x=x)
     result: Tensor = torch.ops.dsv4.hadamard.default(x, impl)
     return result
+
+
+def _operator(eps: float, _: type, impl: str | None, x: Tensor, weight: Tensor) -> Tensor:
+    result: Tensor = torch.ops.dsv4.rms_norm.default(x, weight, eps, impl)
+    return result
+
+
+_rms = Memory("norms.rms_norm", _operator)

@@ -14,30 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.fast import dispatch, ops
+from dsv4.fast import dispatch, eager_rows, ops
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from
+from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from, remembered
 from dsv4.fast.row_bodies import chain_body, hadamard_body, rms_body
 from dsv4.formats import fp32
 
 Run = Callable[..., Any]
-
+Body = Callable[..., Tensor]
 MOST_TRITON = 16384  # numbers of a row
 
 
-def _by_rows(run: Run, body: Callable[..., Tensor], x: Tensor, *more: Tensor, **options: Any) -> Tensor:
+def _by_rows(run: Run, body: Body, x: Tensor, *more: Tensor, **options: Any) -> Tensor:
     if not x.numel():
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     result: Tensor = run(body, x.reshape(-1, x.shape[-1]), *more, **options)
     return result.view(x.shape)
 
 
-def _rms(run: Run, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _by_rows(run, rms_body, x, weight, eps=fp32(eps))
+def _rms(run: Run, body: Body, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _by_rows(run, body, x, weight, eps=fp32(eps))
 
 
-def _head(run: Run, x: Tensor, eps: float, precision: str) -> Tensor:
-    return _by_rows(run, rms_body if precision == "fp32" else chain_body, x, eps=fp32(eps))
+def _head(run: Run, body: Body, chain: Body, x: Tensor, eps: float, precision: str) -> Tensor:
+    return _by_rows(run, body if precision == "fp32" else chain, x, eps=fp32(eps))
 
 
 def _hadamard(run: Run, x: Tensor) -> Tensor:
@@ -87,19 +87,32 @@ ops.define("head_rms_norm", "(Tensor x, float eps, str precision) -> Tensor", _f
 ops.define("hadamard", "(Tensor x) -> Tensor", _fake)
 
 _OF_CUDA = partial(Implementation, "triton", cuda_from(8, 0), verified=("SM90",))
+_EAGER = partial(Implementation, "eager", any_device, any_arguments, verified=("cpu", "SM90"))
+_COMPILED = partial(Implementation, "inductor", any_device, any_arguments, verified=("cpu", "SM90"))
 
 
-def _rows(call: Callable[..., Tensor]) -> tuple[Implementation, ...]:
-    return (
-        Implementation("inductor", any_device, any_arguments, partial(call, run_compiled), verified=("cpu", "SM90")),
-        Implementation("eager", any_device, any_arguments, partial(call, run_eagerly), verified=("cpu", "SM90")),
-    )
+def _prepare_eager(x: Tensor, weight: Tensor, eps: float) -> Callable[..., Tensor]:
+    """Of known tensors nothing requires grad, or grad is off: the body itself, where they are its rows."""
+    if x.dim() == 2 and x.numel() and x.is_contiguous():
+        return partial(eager_rows.rms, eps=fp32(eps))
+    return partial(_rms, run_eagerly, eager_rows.rms, eps=eps)
 
 
 dispatch.register(
     "norms.rms_norm",
-    _OF_CUDA(triton_fits, _triton_rms),
-    *_rows(_rms),
+    remembered(_OF_CUDA(triton_fits, _triton_rms), 2),
+    _EAGER(partial(_rms, run_eagerly, eager_rows.rms), prepare=_prepare_eager),
+    remembered(_COMPILED(partial(_rms, run_compiled, rms_body)), 2),
 )
-dispatch.register("norms.head_rms_norm", _OF_CUDA(triton_fits, _triton_head), *_rows(_head))
-dispatch.register("norms.hadamard", _OF_CUDA(any_arguments, _triton_hadamard), *_rows(_hadamard))
+dispatch.register(
+    "norms.head_rms_norm",
+    _OF_CUDA(triton_fits, _triton_head),
+    _EAGER(partial(_head, run_eagerly, eager_rows.rms, eager_rows.chain)),
+    _COMPILED(partial(_head, run_compiled, rms_body, chain_body)),
+)
+dispatch.register(
+    "norms.hadamard",
+    _OF_CUDA(any_arguments, _triton_hadamard),
+    _COMPILED(partial(_hadamard, run_compiled)),
+    _EAGER(partial(_hadamard, run_eagerly)),
+)
