@@ -3,7 +3,6 @@
 Under TRITON_INTERPRET=1 the same tests run the Triton kernels, on the CPU: see test_triton_scales.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,8 +16,8 @@ from torch._dynamo.utils import counters
 from dsv4.fast import compiled, dispatch, ops, scales, use
 from dsv4.fast.dispatch import any_device
 from dsv4.types import ArgumentError, Unsupported
+from interpreted import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WAYS = ("triton",) if INTERPRETED else ("inductor", "eager")
 ROWS = (1, 3, 127, 128, 129, 200, 256, 1000)  # LN-06, and M 10 rows 10 and 11
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))

@@ -1,10 +1,6 @@
 """The attention kernels without a GPU: in the interpreter, in a process of its own, against the reference; and compiled for SM80 to SM90.
 On a GPU the first run there, and on SM90 the kernels of `attention_hopper` too."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -13,6 +9,7 @@ from dsv4.formats import KV_LAYOUT_PAIRS, KV_LAYOUTS
 from dsv4.reference import attention as reference
 from dsv4.reference.kv_cache import quantize_kv
 from dsv4.types import PagedRows
+from interpreted import INTERPRETED, passes
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -20,7 +17,6 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from dsv4.fast.kernels import attention  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 kernel = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in its own process, or on a GPU")
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -32,10 +28,7 @@ FP32 = 2.0**-20
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
 def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DSV4_IMPL": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
+    passes(__file__, least=34)
 
 
 def generator(seed):

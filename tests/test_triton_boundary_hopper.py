@@ -1,7 +1,6 @@
 """A boundary in two launches for SM90, without a GPU: what is taken, who is chosen, and both kernels compiled, with what ptxas says.
 On an SM90 it runs, beside the three launches that run elsewhere."""
 
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -9,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+from interpreted import INTERPRETED
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -21,7 +22,6 @@ from test_fast_hyper_connections import V4, V41  # noqa: E402
 
 hopper = pytest.importorskip("dsv4.fast.kernels.boundary_hopper", reason="needs Gluon", exc_type=ImportError)
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 HOPPER = torch.cuda.is_available() and not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a device of capability 9.0")

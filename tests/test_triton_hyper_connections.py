@@ -5,9 +5,6 @@ this file again in a process of its own. The interpreter multiplies bf16 wrongly
 splitting fn, its precisions and the splits of K are tested, the tensor cores' own sums are not.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -21,9 +18,9 @@ from dsv4.fast.quantization import quantize_fp8
 from dsv4.parity import stream_bounds, stream_inputs
 from dsv4.reference import hyper_connections as reference
 from dsv4.reference.numerics import numerics
+from interpreted import INTERPRETED, passes
 from test_fast_hyper_connections import V4, V41, same
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 kernel = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in its own process, or on a GPU")
 SHAPES = [(3, 4, 96), (5, 4, 64), (2, 1, 40), (1, 2, 160), (2, 8, 32), (1, 4, 1160)]
@@ -31,10 +28,7 @@ SHAPES = [(3, 4, 96), (5, 4, 64), (2, 1, 40), (1, 2, 160), (2, 8, 32), (1, 4, 11
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
 def test_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
+    passes(__file__, least=52)
 
 
 @pytest.fixture(autouse=True)

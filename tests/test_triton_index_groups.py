@@ -4,15 +4,15 @@ compiled for SM90, with what ptxas says.
 On a GPU the kernels run there. Elsewhere Triton's interpreter runs them, in a process of its own, with programs that hold fewer keys.
 """
 
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+
+from interpreted import INTERPRETED, passes
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -21,7 +21,6 @@ from triton.compiler import ASTSource  # noqa: E402
 from dsv4.fast.kernels import index_groups, index_select  # noqa: E402
 from dsv4.reference import indexer as reference  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 kernel = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in its own process, or on a GPU")
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -30,10 +29,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
 def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) >= 15, run.stdout[-400:]
+    passes(__file__, least=15)
 
 
 @pytest.fixture(params=["small programs", "as they are"])

@@ -1,9 +1,6 @@
 """The KV cache's Triton kernels without a GPU: in the interpreter, in a process of its own, against the reference; and compiled for SM80
 and SM90. On a GPU the first run there."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +11,7 @@ from dsv4.fast import kv_cache as fast
 from dsv4.formats import KV_LAYOUTS
 from dsv4.reference import kv_cache as reference
 from dsv4.rope_tables import rope_frequencies, rope_table
+from interpreted import INTERPRETED, passes
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -22,7 +20,6 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from dsv4.fast.kernels import kv_cache, kv_records, kv_rows  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 kernel = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in its own process, or on a GPU")
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -31,10 +28,7 @@ every_layout = pytest.mark.parametrize("layout", KV_LAYOUTS)
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
 def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DSV4_IMPL": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
+    passes(__file__, least=163)
 
 
 @pytest.fixture(autouse=True)

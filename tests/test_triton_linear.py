@@ -1,12 +1,8 @@
 """The products of `kernels/linear` and `kernels/project_groups` without a GPU: in the interpreter, in a process of its own, against the
 reference; and compiled for SM80 to SM90. On a GPU the first run there, with more tokens and with what only its tensor cores show."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from dsv4.parity.exact import unrounded
 from dsv4.reference import linear as reference
 from dsv4.reference import output_projection
 from dsv4.types import Mxfp8Pair, Quantized
+from interpreted import INTERPRETED, passes
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -27,7 +24,6 @@ from triton.compiler import ASTSource  # noqa: E402
 from dsv4.fast.kernels import linear, linear_choice, linear_tiles, project_groups  # noqa: E402
 from dsv4.fast.kernels.linear_tiles import FEW, MANY, MORE, NUMBERS, Plan, Tile  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 kernel = pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="runs in its own process, or on a GPU")
@@ -40,13 +36,7 @@ SHARED = {80: 166912, 89: 101376, 90: 232448}  # bytes a program can have
 
 @pytest.mark.skipif(DEVICE.type == "cuda" or INTERPRETED, reason="the kernels run in this process")
 def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DSV4_IMPL": ""}
-    ran = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None
-    assert int(passed.group(1)) >= 55, ran.stdout[-400:]
+    passes(__file__, least=64)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,14 @@
 """The product for SM90 without a GPU: its scales in the interpreter, in a process of its own; its roles compiled, with what ptxas says.
 On an SM90 the product runs."""
 
-import os
-import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+
+from interpreted import INTERPRETED, passes
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -17,7 +16,6 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from dsv4.fast.kernels import linear_hopper  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 HOPPER = torch.cuda.is_available() and not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
@@ -28,13 +26,7 @@ KINDS = ["bytes", "numbers", "packed", "swizzled"]
 
 @compiled
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DSV4_IMPL": ""}
-    ran = subprocess.run(command, env=environment, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None
-    assert int(passed.group(1)) >= 20, ran.stdout[-400:]
+    passes(__file__, least=35)
 
 
 def generator(seed):

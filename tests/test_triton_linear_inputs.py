@@ -1,10 +1,7 @@
 """The kernels that make inputs of products: in the interpreter, in a process of its own, against the reference; and compiled for SM80 and
 SM90. On a GPU the first run there. What only a device does, products by PTX and approximations, is evaluated here as PTX describes it."""
 
-import os
 import re
-import subprocess
-import sys
 from itertools import product
 
 import numpy as np
@@ -18,6 +15,7 @@ from dsv4.reference.codecs import decode_e8m0
 from dsv4.reference.quantization import quantize_fp8
 from dsv4.reference.rotary import rope_frequencies, rope_table
 from dsv4.reference.scales import align_mn_major
+from interpreted import INTERPRETED, passes
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -30,7 +28,6 @@ from dsv4.fast.kernels import linear_inputs_tiles as of_tiles  # noqa: E402
 from dsv4.fast.kernels import linear_inputs_words as of_words  # noqa: E402
 from dsv4.fast.kernels.codec_bits import has_native_e4m3  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 kernel = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in its own process, or on a GPU")
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -42,13 +39,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
 def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DSV4_IMPL": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed is not None
-    assert int(passed.group(1)) >= 60, run.stdout[-400:]
+    passes(__file__, least=99)
 
 
 def generator(seed):

@@ -4,9 +4,6 @@ On a GPU the kernels run there. Elsewhere Triton's interpreter runs them, which 
 this file again in a process of its own.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,8 +13,8 @@ from dsv4.fast import dispatch
 from dsv4.fast import norms as fast
 from dsv4.fast import rotary as fast_rotary
 from dsv4.reference import norms, rotary
+from interpreted import INTERPRETED, passes
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 kernel = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="runs in its own process, or on a GPU")
 FUNCTIONS = ("norms.rms_norm", "norms.head_rms_norm", "norms.hadamard", "rotary.apply_rope", "rotary.norm_rope")
@@ -27,10 +24,7 @@ TABLE = rotary.rope_table(rotary.rope_frequencies(1e4), 70).to(DEVICE)
 
 @pytest.mark.skipif(DEVICE == "cuda" or INTERPRETED, reason="the kernels run in this process")
 def test_kernels_in_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:]
+    passes(__file__, least=64)
 
 
 @pytest.fixture(autouse=True)

@@ -3,14 +3,9 @@
 The instructions on pairs of bf16 are put into the interpreter by what PTX says of them, so that the kernels made of them run in it too.
 """
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +18,7 @@ import dsv4.reference.quantization as reference
 from dsv4.fast import quantization  # noqa: F401
 from dsv4.fast.dispatch import TABLES
 from dsv4.reference.codecs import decode_e4m3, encode_e2m1
+from interpreted import INTERPRETED, passes
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -30,20 +26,13 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from dsv4.fast.kernels import dequantize, quantize_blocks, quantize_groups  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
 compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 
 @compiled
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "DSV4_IMPL": ""}
-    ran = subprocess.run(command, cwd=Path(__file__).parent.parent, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed is not None
-    assert int(passed.group(1)) >= 25, ran.stdout[-400:]
+    passes(__file__, least=25)
 
 
 @pytest.fixture(autouse=True)
