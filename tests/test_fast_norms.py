@@ -1,6 +1,8 @@
 """Fast norms and rotations: the reference bit for bit from every way to run them; one pass against its steps, graphs, errors."""
 
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -197,6 +199,51 @@ def test_a_known_kind_does_not_reach_the_operator(impl, monkeypatch):
             fast.rms_norm(*given, eps=eps, impl=impl)
     with pytest.raises(ArgumentError, match="requires grad"):
         fast.rms_norm(x.clone().requires_grad_(), w, eps=1e-6, impl=impl)
+
+
+@pytest.mark.parametrize("impl", WAYS)
+def test_ties_of_fp32_weights(impl):
+    """A product with an exact factor that lies between two fp32 numbers, of which one is between two bf16 numbers."""
+    for numbers, place, number in (([0, 1, 1, 2, 3, 3], 4, "0x1.56aaacp-1"), ([9, 3, 11, 4, 11, 6], 0, "0x1.c8e39p-1")):
+        x, w = torch.tensor([numbers], dtype=torch.bfloat16, device=DEVICE), torch.ones(6, device=DEVICE)
+        w[place] = float.fromhex(number)
+        same(fast.rms_norm(x, w, eps=1e-20, impl=impl), norms.rms_norm(x, w, eps=1e-20))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="threads of a CPU")
+def test_a_long_row_alone_and_among_others():
+    """Torch's threads share a sum that is the only one of a call, in another order: it shows where the mean is between two bf16 numbers."""
+    x = torch.zeros(1, 49152, dtype=torch.bfloat16)
+    for number, places in ((2.0**27, (14964, 24915, 34107)), (2.0**23, (14321, 31021, 34298)), (2.0**15, (8723, 18365, 40924))):
+        x[0, list(places)] = number
+    x[0, 44844], x[0, 46585] = 0.25, 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for call in (
+            lambda x: fast.head_rms_norm(x, eps=0.0, precision="bf16_chain", impl="eager"),
+            lambda x: fast.head_rms_norm(x, eps=0.0, impl="eager"),
+            lambda x: fast.rms_norm(x, torch.full((49152,), 1.1), eps=0.0, impl="eager"),
+        ):
+            alone = call(x)
+            for count in (2, 6):  # six are a chunk of five and one alone
+                same(call(x.expand(count, -1)), alone.expand(count, -1))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("impl", WAYS)
+def test_a_known_kind_keeps_no_tensor(impl):
+    x, w, streams, pre = rows(5, 64), weight(64), rows(5, 4, 64), torch.rand(5, 4, device=DEVICE)
+    head = torch.rand(4, 256, device=DEVICE), torch.rand(1, device=DEVICE), torch.rand(4, device=DEVICE)
+    given = [weakref.ref(tensor) for tensor in (x, w, streams, pre, *head)]
+    for _ in range(2):
+        fast.rms_norm(x, w, eps=1e-6, impl=impl)
+        fast_streams.collapse(streams, pre, impl=impl)
+        fast_streams.head_collapse(streams, *head, norm_eps=1e-6, impl=impl)
+    del x, w, streams, pre, head
+    gc.collect()
+    assert [reference() for reference in given] == [None] * len(given)
 
 
 def test_chain_is_one_graph():

@@ -261,7 +261,12 @@ def resolve(function: str, device: torch.device, arguments: Mapping[str, Any], i
 
 def remembered(row: Implementation, tensors: int) -> Implementation:
     """The row with its own call prepared, for arguments of which the first are so many tensors and the others numbers and words."""
-    return replace(row, prepare=lambda *arguments: lambda *given: row.call(*given, *arguments[tensors:]))
+
+    def prepare(*arguments: Any) -> Callable[..., Any]:
+        options = arguments[tensors:]  # what stays: no tensor of the first call
+        return lambda *given: row.call(*given, *options)
+
+    return replace(row, prepare=prepare)
 
 
 def prepare(function: str, device: torch.device, arguments: Sequence[Any], impl: str | None) -> Callable[..., Any] | None:

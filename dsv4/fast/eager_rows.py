@@ -19,11 +19,16 @@ MOST = 1 << 18
 
 
 def rms(x: Tensor, weight: Tensor | None = None, *, eps: float) -> Tensor:
-    """`row_bodies.rms_body` of bf16 [rows, n]."""
+    """`row_bodies.rms_body` of bf16 [rows, n].
+
+    The square of a norm takes less time than a sum of squares, and is off by a few fp64 units where that is exact. What exact factors make
+    with bf16 weights is exact in fp32, which restores it; with fp32 weights it may lie between two fp32 numbers, and squares are added.
+    """
     result, gain = torch.empty_like(x), None if weight is None else weight.double()
-    for some, normed, (buffer,) in _chunks(1, x, result):
-        wide = _widened(some, buffer)
-        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    narrow = weight is None or weight.dtype == torch.bfloat16
+    for some, normed, buffers in _chunks(1 if narrow else 2, x, result):
+        wide = _widened(some, buffers[0])
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() if narrow else _sums(torch.square(wide, out=buffers[1]))
         wide.mul_(squares.div_(x.shape[1]).add_(eps).rsqrt_())
         normed.copy_(wide if gain is None else wide.mul_(gain))
     return result
@@ -33,7 +38,7 @@ def chain(x: Tensor, *, eps: float) -> Tensor:
     """`row_bodies.chain_body` of bf16 [rows, n]. Torch multiplies bf16 numbers in fp32, where a product is exact, and rounds once."""
     result = torch.empty_like(x)
     for some, normed, (buffer,) in _chunks(1, x, result):
-        mean = rounded(_widened(torch.mul(some, some, out=normed), buffer).mean(-1, keepdim=True))
+        mean = rounded(_sums(_widened(torch.mul(some, some, out=normed), buffer)).div_(x.shape[1]))
         torch.mul(some, rounded(rounded(mean.double().add_(eps)).double().rsqrt_()), out=normed)
     return result
 
@@ -51,6 +56,11 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
 
 def _widened(x: Tensor, buffer: Tensor | None) -> Tensor:
     return x.double() if buffer is None else buffer.copy_(x)
+
+
+def _sums(rows: Tensor) -> Tensor:
+    """[rows, 1]. Threads share a sum that is the only one, which is another order: a single row is added twice."""
+    return rows.sum(-1, keepdim=True) if len(rows) > 1 else rows.expand(2, -1).sum(-1, keepdim=True)[:1]
 
 
 def _chunks(buffers: int, x: Tensor, result: Tensor, *more: Tensor) -> Iterator[tuple[Any, ...]]:
