@@ -290,14 +290,14 @@ EXPECTED: dict[str, tuple[str, str, dict[str, set[Capability]]]] = {
     "routing.route_topk": ("triton", "inductor", {}),
     "routing.route_weights": ("inductor", "inductor", {}),
     "norms.hadamard": ("triton", "inductor", {}),
-    "norms.head_rms_norm": ("triton", "eager", {}),
-    "norms.rms_norm": ("triton", "eager", {}),
+    "norms.head_rms_norm": ("triton", "inductor", {}),
+    "norms.rms_norm": ("triton", "inductor", {}),
     "rotary.apply_rope": ("triton", "inductor", {}),
     "rotary.norm_rope": ("triton", "inductor", {}),
     "hyper_connections.boundary": ("triton", "inductor", {}),
-    "hyper_connections.collapse": ("triton", "eager", {}),
+    "hyper_connections.collapse": ("triton", "inductor", {}),
     "hyper_connections.expand": ("triton", "inductor", {}),
-    "hyper_connections.head_collapse": ("triton", "eager", {}),
+    "hyper_connections.head_collapse": ("triton", "inductor", {}),
     "hyper_connections.mix_statistics": ("triton", "eager", {}),
     "hyper_connections.split_mix": ("triton", "eager", {}),
     "kv_cache.convert_layout": ("triton", "inductor", {}),
@@ -345,6 +345,18 @@ def test_cd_01_every_function_on_every_capability(function: str, capability: Cap
     tried = {row.backend for row in rows if row.library is not None and row.device(Device("cuda", capability)) is None}
     assert tried == {name for name, there in libraries.items() if capability in there}
     assert {row.backend for row in rows if row.library is not None} == set(libraries)
+
+
+@pytest.mark.parametrize(
+    "function", ["norms.rms_norm", "norms.head_rms_norm", "hyper_connections.collapse", "hyper_connections.head_collapse"]
+)
+def test_uncompiled_rows_are_preferred_on_a_cpu_alone(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of a width that Triton does not take, on a card, are the compiler's."""
+    fake_cards(monkeypatch, (9, 0))
+    name = "x" if function.startswith("norms") else "streams"
+    assert dispatch.resolve(function, CPU, {name: torch.empty(2, 4, 7)}).backend == "eager"
+    assert dispatch.resolve(function, CARD, {name: torch.empty(2, 4, 7, device="meta")}).backend == "inductor"
+    assert dispatch.resolve(function, CARD, {name: torch.empty(2, 4, 64, device="meta")}).backend == "triton"
 
 
 def test_the_literal_table_is_complete() -> None:

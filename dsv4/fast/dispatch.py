@@ -81,6 +81,12 @@ def any_arguments(_: Mapping[str, Any]) -> Reason:
     return None
 
 
+def on_cpu(arguments: Mapping[str, Any]) -> Reason:
+    """For rows that are preferred on a CPU."""
+    on = next((str(value.device) for value in arguments.values() if isinstance(value, torch.Tensor)), "no device")
+    return None if on == "cpu" else f"is preferred on a CPU; these are on {on}"
+
+
 def cuda_from(major: int, minor: int = 0) -> DeviceRule:
     """CUDA devices of at least this compute capability."""
 

@@ -4,7 +4,7 @@ On CUDA `boundary` is three launches: `expand`, which writes the new streams; th
 whose number does not depend on the tokens; and one that adds the splits, makes the mix, collapses, normalises and, if asked, quantises,
 scales in their layout and pads included. On SM90, from 256 tokens on, the first two are one. The single steps are the same kernels. fn
 is multiplied whole: as three bf16 parts, whose products with bf16 streams are exact. `expand` and `collapse` have the reference's bits on
-every backend. Elsewhere inductor compiles `expand`, and all else is torch's operations on buffers that are used again.
+every backend. On a CPU inductor compiles `expand`, and the rest is torch's operations, on buffers that are used again.
 """
 
 from __future__ import annotations

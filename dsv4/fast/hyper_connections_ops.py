@@ -2,13 +2,14 @@
 
 A boundary is three launches of Triton: the new streams, their statistics in splits of K, and everything after; for many tokens on SM90 it
 is two, of Gluon and Triton, unless use(batch_invariant=True) is in force. Elsewhere inductor compiles `expand`, and what a boundary does
-last; single collapses, statistics and Sinkhorn are made of torch's own operations. Sums of fp64 statistics are BLAS's, whose order
+last; statistics, Sinkhorn and, on a CPU, single collapses are made of torch's own operations. Sums of fp64 statistics are BLAS's, whose order
 goes by the number of tokens unless use(batch_invariant=True) is in force. Everything else gives a token the same bits in any batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from dsv4.fast import dispatch, eager_rows, groups, ops
 from dsv4.fast import hyper_connection_bodies as bodies
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_from, remembered
+from dsv4.fast.dispatch import Adaptive, Implementation, any_arguments, any_device, cuda_from, on_cpu, remembered
 from dsv4.formats import fp32
 
 Run = Callable[..., Any]
@@ -212,7 +213,8 @@ def _compiled(call: Callable[..., Any], kind: type[Implementation] = Implementat
 
 def _collapsing(call: Callable[..., Any], kind: type[Implementation] = Implementation) -> tuple[Implementation, ...]:
     """Rows of what ends with a collapse, which a CPU does faster uncompiled."""
-    return _eager(partial(call, run_eagerly, eager_rows.collapse), kind), _inductor(partial(call, run_compiled, bodies.collapse_body), kind)
+    eager = replace(_eager(partial(call, run_eagerly, eager_rows.collapse), kind), preferred=on_cpu)
+    return _inductor(partial(call, run_compiled, bodies.collapse_body), kind), eager
 
 
 ops.define("mix_statistics", "(Tensor streams, Tensor fn, float eps, str precision) -> Tensor", _fake_mixes)

@@ -1,6 +1,6 @@
 """Norms of rows and the Hadamard transform: the twin of `dsv4.reference.norms`, which has the formulas and roundings.
 
-On CUDA one Triton kernel holds a row as words of two numbers, sums their squares in fp64 and writes the row once; elsewhere torch's
+On CUDA one Triton kernel holds a row as words of two numbers, sums their squares in fp64 and writes the row once; on a CPU torch's
 own operations work in place (`eager_rows`). The transform is a butterfly of additions, which inductor compiles there.
 """
 

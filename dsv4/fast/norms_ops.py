@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.fast import dispatch, eager_rows, ops
 from dsv4.fast.compiled import run_compiled, run_eagerly
-from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from, remembered
+from dsv4.fast.dispatch import Implementation, any_arguments, any_device, cuda_from, on_cpu, remembered
 from dsv4.fast.row_bodies import chain_body, hadamard_body, rms_body
 from dsv4.formats import fp32
 
@@ -101,14 +101,14 @@ def _prepare_eager(x: Tensor, weight: Tensor, eps: float) -> Callable[..., Tenso
 dispatch.register(
     "norms.rms_norm",
     remembered(_OF_CUDA(triton_fits, _triton_rms), 2),
-    _EAGER(partial(_rms, run_eagerly, eager_rows.rms), prepare=_prepare_eager),
     remembered(_COMPILED(partial(_rms, run_compiled, rms_body)), 2),
+    _EAGER(partial(_rms, run_eagerly, eager_rows.rms), preferred=on_cpu, prepare=_prepare_eager),
 )
 dispatch.register(
     "norms.head_rms_norm",
     _OF_CUDA(triton_fits, _triton_head),
-    _EAGER(partial(_head, run_eagerly, eager_rows.rms, eager_rows.chain)),
     _COMPILED(partial(_head, run_compiled, rms_body, chain_body)),
+    _EAGER(partial(_head, run_eagerly, eager_rows.rms, eager_rows.chain), preferred=on_cpu),
 )
 dispatch.register(
     "norms.hadamard",
