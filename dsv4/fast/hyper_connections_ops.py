@@ -2,8 +2,8 @@
 
 A boundary is three launches of Triton: the new streams, their statistics in splits of K, and everything after; for many tokens on SM90 it
 is two, of Gluon and Triton, unless use(batch_invariant=True) is in force. Elsewhere inductor compiles `expand`, and what a boundary does
-last; statistics, Sinkhorn and, on a CPU, single collapses are made of torch's own operations. Sums of fp64 statistics are BLAS's, whose order
-goes by the number of tokens unless use(batch_invariant=True) is in force. Everything else gives a token the same bits in any batch.
+last; statistics, Sinkhorn and, on a CPU, single collapses are made of torch's own operations. Sums of fp64 statistics are BLAS's, whose
+order goes by the number of tokens unless use(batch_invariant=True) is in force. Everything else gives a token the same bits in any batch.
 """
 
 from __future__ import annotations
